@@ -1,0 +1,86 @@
+"""From a configuration and a mesh to a run's step: every `auto` resolved, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from spmd_train.mesh import MeshShape
+from spmd_train.model import build_model
+from spmd_train.model.attention import resolve_attention
+from spmd_train.optim import learning_rate, make_optimizer
+from spmd_train.pipeline import make_schedule
+from spmd_train.pipeline.execute import Pipeline
+from spmd_train.precision import resolve_policy
+from spmd_train.shape_rules import sequence_parallel_on, validate_shape
+from spmd_train.sharding import Layout
+from spmd_train.state import StateSpec
+from spmd_train.step import Step
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from spmd_train.config import Config
+
+PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What `auto` became for this platform and mesh; recorded in `events.jsonl`."""
+
+    policy: str
+    attention: str
+    schedule: str
+    remat: str
+    sequence_parallel: bool
+
+
+def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple[Step, Resolved]:
+    """Everything static about a run.
+
+    Args:
+        platform: of the devices the step is for; by default those of `mesh`.
+
+    Raises:
+        RequestError: the configuration does not fit the mesh; nothing was compiled.
+    """
+    shape = MeshShape(**{axis: mesh.shape[axis] for axis in ("data", "model", "stage")})
+    validate_shape(config, shape)
+    device_platform = platform or mesh.devices.flat[0].platform
+    platform = PLATFORMS.get(device_platform, device_platform)
+    policy = resolve_policy(config.precision, platform)
+    resolved = Resolved(
+        policy=policy.name,
+        attention=resolve_attention(config.model.attention, platform, policy.compute),
+        schedule=config.pipeline.schedule if config.pipeline.schedule != "auto" else "1f1b",
+        remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
+        sequence_parallel=sequence_parallel_on(config, shape),
+    )
+    layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel)
+    model = build_model(config.model, resolved.attention)
+    leaves = model.leaves(layout)
+    schedule = make_schedule(resolved.schedule, shape.stage, config.batch.microbatches)
+    pipeline = Pipeline(
+        model=model,
+        layout=layout,
+        schedule=schedule,
+        policy=policy,
+        leaves=leaves,
+        remat=resolved.remat,
+        idle=config.pipeline.idle,
+        seed=config.seed,
+    )
+    tx = make_optimizer(config.optim, config.steps, leaves, policy)
+    spec = StateSpec(model, layout, policy, tx, leaves)
+    return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
+
+
+def put_batch(step: Step, batch: Any) -> Any:
+    """A host batch [M, B/M, T] on the mesh, each process placing only its own shards."""
+    sharding = step.spec.layout.named(step.spec.layout.batch_spec)
+    return jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index]), batch
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saved in the background, restored onto any mesh."""

@@ -1,0 +1,225 @@
+"""The command line: one thin function a command.
+
+Exit status: 0 done; 1 the run failed; 2 the request was wrong and nothing was started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from spmd_train.errors import RequestError, RunError
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model on a mesh of devices (the default command).
+
+    Example: python -m spmd_train --mesh 4x2x4
+    Example: python -m spmd_train train --config configs/small.yaml --mesh data=2,model=2,stage=2
+    --set optim.lr=1e-3 --steps 1000 --out runs/a
+    """
+
+    mesh: str | None = None
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4. Default: all devices on data."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in optim.lr=3e-4; any number of times."""
+    steps: int | None = None
+    """Length of the run and of its learning-rate schedule."""
+    stop_after: int | None = None
+    """Save and leave after this step, as a preemption would; --resume goes on."""
+    out: str | None = None
+    """Run directory. Default: runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the run in --out from its newest checkpoint."""
+    platform: Platform | None = None
+    """Refuse to run on anything else. Default: what JAX finds."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a trained model.
+
+    Example: python -m spmd_train generate --run runs/a --prompt "It is a truth"
+    """
+
+    run: str
+    """Run directory."""
+    prompt: str
+    """Text to continue."""
+    max_tokens: int = 200
+    """Number of tokens to add."""
+    temperature: float = 0.8
+    """Randomness of the choice; 0 always takes the likeliest token."""
+    seed: int = 0
+    """Seed of the choice."""
+    platform: Platform | None = None
+    """Refuse to run on anything else. Default: what JAX finds."""
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wants_help = arguments[:1] in (["-h"], ["--help"])
+    if not arguments or (arguments[0].startswith("-") and not wants_help):
+        arguments.insert(0, "train")
+    command: Any = tyro.cli(
+        Command,
+        prog="spmd-train",
+        description="Train one model on any mesh of devices, with the same result.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    status = 0
+    try:
+        train(command) if isinstance(command, Train) else generate(command)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except RunError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    if status and int(os.environ.get("JAX_NUM_PROCESSES") or 1) > 1:
+        # Peers wait in a collective, and this process would wait for them in JAX's exit barrier.
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def train(request: Train) -> None:
+    """Resolve the request, build the step, run the loop; every check comes before compilation."""
+    from spmd_train.config import load
+    from spmd_train.mesh import MeshShape, build_mesh, describe, prepare_devices
+    from spmd_train.runs import RunDirectory, new_run, resumed_config
+
+    if request.resume and request.out is None:
+        raise RequestError("--resume needs --out: the run directory to continue.")
+    top = {"mesh": request.mesh, "steps": request.steps}
+    if request.resume:
+        run = RunDirectory(_path(request.out))
+        config = resumed_config(run, request.config, request.set, **top)
+    else:
+        config = load(request.config, request.set, **top)
+        run = new_run(request.out, config.name)
+    if request.stop_after is not None and request.stop_after < 1:
+        raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
+    shape = MeshShape.parse(config.mesh) if config.mesh else None
+    if shape is not None:
+        from spmd_train.shape_rules import validate_shape
+
+        validate_shape(config, shape)
+    prepare_devices(shape, request.platform)
+
+    from spmd_train.distributed import join_processes
+
+    join_processes()
+    mesh, shape = build_mesh(shape, request.platform)
+    config = config.model_copy(update={"mesh": str(shape)})
+
+    import jax
+
+    from spmd_train.build import build_step
+    from spmd_train.loop import Session
+    from spmd_train.loop import run as run_loop
+
+    if jax.process_count() > 1 and request.out is None:
+        raise RequestError("a run of several processes needs --out, the same for all of them.")
+    stream = _stream(config)
+    step, resolved = build_step(config, mesh)
+    throughput = _throughput(config, step, mesh)
+    session = Session(
+        config, step, stream, run, resolved, throughput, request.resume, request.stop_after
+    )
+    say = print if jax.process_index() == 0 else _silent
+    say(describe(mesh, shape))
+    say(_describe_model(config, step, resolved))
+    reached = run_loop(session)
+    say(f"step {reached} of {config.steps} saved in {run.path}")
+    if reached < config.steps:
+        say(f"continue:  spmd-train --resume --out {run.path}")
+    say(f'generate:  spmd-train generate --run {run.path} --prompt "It was"')
+
+
+def generate(request: Generate) -> None:
+    """Print the prompt and its continuation."""
+    from spmd_train.interop.generate import Sampling, continue_text
+    from spmd_train.mesh import MeshShape, prepare_devices
+    from spmd_train.runs import RunDirectory
+
+    run = RunDirectory(_path(request.run))
+    config = run.read_config()
+    prepare_devices(MeshShape(), request.platform)
+    sampling = Sampling(request.max_tokens, request.temperature, request.seed)
+    for piece in continue_text(run, config, request.prompt, sampling, request.platform):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _path(text: str | None) -> Any:
+    from pathlib import Path
+
+    return Path(text or ".")
+
+
+def _silent(*args: Any) -> None:
+    """What processes other than the first say."""
+
+
+def _stream(config: Any) -> Any:
+    from spmd_train.data.batches import Stream
+    from spmd_train.data.source import load_tokens
+    from spmd_train.data.tokenizer import tokenizer
+
+    length, size = config.batch.sequence_length, config.batch.global_size
+    tokens = load_tokens(
+        config.data.source,
+        tokenizer(config.data.tokenizer),
+        model_vocab=config.model.vocab,
+        sequence_length=length,
+        global_size=size,
+    )
+    return Stream(tokens, length, size, config.seed)
+
+
+def _throughput(config: Any, step: Any, mesh: Any) -> Any:
+    from spmd_train.model.model import parameter_count
+    from spmd_train.telemetry.flops import model_flops_per_token, peak_flops
+    from spmd_train.telemetry.throughput import Throughput
+
+    length = config.batch.sequence_length
+    parameters = parameter_count(step.spec.leaves)
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    return Throughput(
+        tokens_per_step=config.batch.global_size * length,
+        flops_per_token=model_flops_per_token(config.model, length, parameters),
+        peak_flops=None if peak is None else peak * mesh.size,
+    )
+
+
+def _describe_model(config: Any, step: Any, resolved: Any) -> str:
+    from spmd_train.model.model import parameter_count
+
+    schedule = step.pipeline.schedule
+    tokens = config.batch.global_size * config.batch.sequence_length
+    return (
+        f"model {config.name}: {parameter_count(step.spec.leaves):,} parameters, "
+        f"{tokens:,} tokens per step; {resolved.policy}, attention {resolved.attention}, "
+        f"zero {config.parallel.zero}, {resolved.schedule} with {schedule.num_microbatches} "
+        f"micro-batches (bubble {schedule.bubble_fraction():.0%}), remat {resolved.remat}"
+    )

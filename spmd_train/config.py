@@ -1,0 +1,373 @@
+"""The run configuration: typed, validated, unknown keys refused, every error one sentence.
+
+    bundled or own YAML file  <-  --set key=value  <-  explicit flags (steps, mesh, ...)  ->  Config
+
+The models below are the single source: the reference page (`fields`), the error messages and the
+"did you mean" answers are read from them.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from spmd_train.config_schema import Key, Schema, explain, unknown_key
+from spmd_train.config_yaml import read_yaml, write_yaml
+from spmd_train.errors import RequestError, listed, nearest, nearest_divisors, nearest_multiples
+from spmd_train.mesh import MeshShape
+
+# ------------------------------------------------------------------------------------- the schema
+
+
+class _Section(BaseModel):
+    """Strict: `true` is no integer and `"3"` no number, but an integer is a number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The architecture; the defaults are those of the bundled `tiny`."""
+
+    layers: int = Field(default=4, ge=1, description="Number of transformer blocks.")
+    width: int = Field(default=128, ge=1, description="Width of the residual stream.")
+    heads: int = Field(default=4, ge=1, description="Number of query heads.")
+    kv_heads: int = Field(
+        default=2, ge=1, description="Number of key and value heads; divides heads."
+    )
+    head_dim: int = Field(
+        default=None,
+        ge=2,
+        validate_default=True,
+        description="Width of one head, an even number; null means width / heads.",
+    )
+    ffn: int = Field(default=352, ge=1, description="Hidden width of the gated feed-forward layer.")
+    vocab: int = Field(default=256, ge=1, description="Number of token ids the model knows.")
+    rope_theta: float = Field(
+        default=10000.0, gt=0, description="Base of the rotary position encoding."
+    )
+    norm_eps: float = Field(
+        default=1e-5, gt=0, description="Constant added to the variance in RMSNorm."
+    )
+    tied: bool = Field(default=True, description="Whether the head shares the embedding's weights.")
+    qkv_bias: bool = Field(default=False, description="Whether query, key and value have a bias.")
+    qk_norm: bool = Field(
+        default=False, description="Whether queries and keys are normalised per head."
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout rate on the embedding and the residual branches.",
+    )
+    logit_softcap: float | None = Field(
+        default=None,
+        gt=0,
+        description="Bound c of the logits, c * tanh(logits / c); null means none.",
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="Weight of the squared log-partition added to the loss."
+    )
+    attention: Literal["auto", "xla", "cudnn", "splash"] = Field(
+        default="auto", description="Attention implementation; auto chooses by platform."
+    )
+    block: str = Field(
+        default="decoder",
+        description="Architecture: decoder, or package.module:function returning your own.",
+    )
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _derive_head_dim(cls, value: Any, info: ValidationInfo) -> Any:
+        """Resolve null here, so that everybody else reads an integer."""
+        width, heads = info.data.get("width"), info.data.get("heads")
+        if value is not None:
+            return value
+        if width is None or heads is None:
+            return 2  # they are reported themselves; nothing to add
+        if width % heads:
+            raise ValueError(
+                f"model.width={width} is not divisible by model.heads={heads}; nearest widths that "
+                f"are: {listed(nearest_multiples(width, heads))}, or set model.head_dim."
+            )
+        return width // heads
+
+    @field_validator("block")
+    @classmethod
+    def _check_block(cls, value: str) -> str:
+        if value != "decoder" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise ValueError(
+                f"model.block is {value!r}; it must be decoder or package.module:function."
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelConfig:
+        problems = []
+        if self.heads % self.kv_heads:
+            problems.append(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+                f"values that do: {listed(nearest_divisors(self.heads, self.kv_heads))}."
+            )
+        if self.head_dim % 2:
+            even = [d for d in (self.head_dim - 1, self.head_dim + 1) if d > 0]
+            problems.append(
+                f"model.head_dim={self.head_dim} is odd, but RoPE rotates pairs; nearest even "
+                f"values: {listed(even)} (model.width {listed(d * self.heads for d in even)})."
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class BatchConfig(_Section):
+    """How many tokens a step sees, and in how many pieces."""
+
+    global_size: int = Field(default=32, ge=1, description="Sequences per step, over all devices.")
+    microbatches: int = Field(default=4, ge=1, description="Micro-batches per data shard and step.")
+    sequence_length: int = Field(default=128, ge=1, description="Tokens per sequence.")
+
+
+class ParallelConfig(_Section):
+    """What the mesh axes split besides the obvious."""
+
+    zero: int = Field(
+        default=1,
+        ge=0,
+        le=3,
+        description="Split over data: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too.",
+    )
+    sequence_parallel: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Split activations by position over model; auto: where model > 1.",
+    )
+
+
+class PipelineConfig(_Section):
+    """How micro-batches travel through the stages."""
+
+    schedule: Literal["auto", "gpipe", "1f1b"] = Field(
+        default="auto", description="Order of forward and backward passes; auto means 1f1b."
+    )
+    remat: Literal["auto", "none", "dots", "full", "stage"] = Field(
+        default="auto",
+        description="What is kept for the backward pass: all residuals (none), matmul outputs "
+        "(dots), layer inputs (full) or only the stage's input (stage).",
+    )
+    idle: Literal["skip", "masked"] = Field(
+        default="skip", description="Whether idle ticks skip their work or compute on zeros."
+    )
+
+
+class PrecisionConfig(_Section):
+    """In which number formats the step computes."""
+
+    policy: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="Precision recipe; auto chooses by platform."
+    )
+    compute: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the forward and backward pass; auto means the policy's.",
+    )
+
+
+class OptimConfig(_Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(
+        default=20, ge=0, description="Steps of linear warm-up; at most steps."
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Shape of the learning rate after the warm-up."
+    )
+    final_lr_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr."
+    )
+    betas: tuple[
+        Annotated[float, Field(ge=0, lt=1)],
+        Annotated[float, Field(ge=0, lt=1)],
+    ] = Field(default=(0.9, 0.95), strict=False, description="Decay rates of Adam's two moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Constant added to Adam's denominator.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
+    decay_exclude: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        default=("norms", "biases", "embeddings"),
+        strict=False,
+        description="Parameters that are not decayed.",
+    )
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Largest global gradient norm; null means no clipping."
+    )
+
+
+class DataConfig(_Section):
+    """What is trained on."""
+
+    source: str | None = Field(
+        default=None, description="Data to read; null means the bundled sample."
+    )
+    tokenizer: Literal["bytes"] = Field(default="bytes", description="How text becomes token ids.")
+
+
+class CheckpointConfig(_Section):
+    """When the state is saved."""
+
+    every_steps: int = Field(
+        default=0, ge=0, description="Steps between saves; 0 means only at the end."
+    )
+    keep_last: int = Field(default=3, ge=1, description="Number of newest checkpoints kept.")
+
+
+class LogConfig(_Section):
+    """What is printed."""
+
+    every_steps: int = Field(default=10, ge=1, description="Steps between two printed lines.")
+
+
+class Config(_Section):
+    """One run, complete: enough to repeat it."""
+
+    name: str = Field(default="tiny", description="Name of the run, for people.")
+    seed: int = Field(
+        default=0, ge=0, le=2**32 - 1, description="Seed of initialisation, dropout and data order."
+    )
+    steps: int = Field(default=150, ge=1, description="Length of the run and of its lr schedule.")
+    mesh: str | None = Field(
+        default=None,
+        description="Mesh as 4x2x4 or data=4,model=2 or auto; null: all devices on data.",
+    )
+    model: ModelConfig = ModelConfig()
+    batch: BatchConfig = BatchConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @field_validator("mesh")
+    @classmethod
+    def _check_mesh(cls, value: str | None) -> str | None:
+        if value not in (None, "auto"):
+            try:
+                MeshShape.parse(value)
+            except RequestError as error:  # pydantic collects ValueError only
+                raise ValueError(str(error)) from error
+        return value
+
+
+_SCHEMA = Schema.of(Config)
+
+
+def fields() -> Iterator[Key]:
+    """Every key with its type and range, its default and its sentence of help."""
+    yield from _SCHEMA.keys.values()
+
+
+# ----------------------------------------------------------------------------- reading and writing
+
+
+def load(
+    path: str | PathLike[str] | None = None, overrides: Sequence[str] = (), **top: Any
+) -> Config:
+    """Read a configuration file; without a path, the bundled `tiny`.
+
+    `overrides` are `key=value` texts; `top` are explicit flags, of which None means not given. A
+    later source wins: file, overrides, flags.
+    """
+    source = _find(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{source}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise RequestError(f"{source}, line {line}: is not UTF-8 text.") from error
+    return parse(text, str(source), overrides, **top)
+
+
+def parse(
+    text: str, source: str = "configuration", overrides: Sequence[str] = (), **top: Any
+) -> Config:
+    """The configuration in a YAML text; `source` names the text in messages."""
+    tree = read_yaml(text, source)
+    if not isinstance(tree, dict):
+        raise RequestError(f"{source}, line 1: must be a mapping of keys such as `steps: 100`.")
+    problems: list[str] = []
+    for override in overrides:
+        try:
+            tree = _override(tree, override)
+        except RequestError as error:
+            problems.append(str(error))
+    tree |= {key: value for key, value in top.items() if value is not None}
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        sentences = (sentence for e in error.errors() for sentence in explain(_SCHEMA, e, tree))
+        problems.extend(dict.fromkeys(sentences))
+    if problems:
+        raise RequestError("\n".join(problems))
+    return config
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML; `parse` of it is equal to `config`."""
+    return write_yaml(config.model_dump(mode="json"))
+
+
+def bundled_configs() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    folder = importlib.resources.files("spmd_train") / "configs"
+    paths = (Path(str(entry)) for entry in folder.iterdir())
+    return {path.stem: path for path in sorted(paths) if path.suffix == ".yaml"}
+
+
+def _find(path: str | PathLike[str] | None) -> Path:
+    """The file itself, or the bundled one of that name: `configs/tiny.yaml` works from anywhere."""
+    bundled = bundled_configs()
+    if path is None:
+        return bundled["tiny"]
+    path = Path(path)
+    if path.is_file():
+        return path
+    name = path.name.removesuffix(".yaml")
+    if name in bundled:
+        return bundled[name]
+    if path.exists():
+        return path  # not a plain file: reading it tells why not, or it is a pipe
+    guess = nearest(name, bundled)
+    hint = f"; did you mean {guess!r}?" if guess else ""
+    raise RequestError(f"{path}: no such file{hint} (bundled are {listed(bundled)}).")
+
+
+def _override(tree: dict[str, Any], text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        raise RequestError(f"--set {text}: has no '='; write --set key=value, as in steps=100.")
+    if key in _SCHEMA.sections:
+        raise RequestError(f"--set {text}: {key} is a group; set one of {_SCHEMA.names_in(key)}.")
+    if key not in _SCHEMA.keys:
+        raise RequestError(unknown_key(_SCHEMA, key))
+    section, _, leaf = key.rpartition(".")
+    parsed = read_yaml(value, f"--set {text}")
+    if not section:
+        return {**tree, leaf: parsed}
+    inner = tree.get(section, {})
+    # A group that is no mapping is left as it is: validation reports it.
+    return {**tree, section: {**inner, leaf: parsed}} if isinstance(inner, dict) else tree

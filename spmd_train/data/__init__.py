@@ -1,0 +1,1 @@
+"""Text to token batches: `source` reads, `tokenizer` encodes, `batches` orders and shapes."""

@@ -1,0 +1,172 @@
+"""The order of the data, as a pure function of (seed, step), and the shapes a step receives.
+
+    corpus   |t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          sequence_length T = 4
+    window 0  [t0 t1 t2 t3 t4]                        T + 1 tokens, stride T: each token is
+    window 1              [t4 t5 t6 t7 t8]            the target of exactly one window
+    order     17 3 11 0 ... | 5 17 2 ... | ...        one shuffle per epoch, never ending
+    step 0    ^^^^^^^   step 1 the next B, ...        B = global_size contiguous entries
+
+No iterator state exists: the step number is the whole position in the data. Mesh, process count
+and micro-batches do not appear in the order, so a run resumed on other hardware reads on exactly
+where it left off (public case P20). Letters: B batch, T sequence, M micro-batches.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import grain
+import jax
+import numpy as np
+
+from spmd_train.data.source import window_count
+from spmd_train.errors import RequestError
+
+Item = TypeVar("Item")
+
+IGNORE = -1
+"""The target of a position that is not trained on: no vocabulary has this id."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The endless shuffled stream of windows over `tokens`, addressed by step (from 0)."""
+
+    tokens: np.ndarray
+    sequence_length: int
+    global_size: int
+    seed: int
+
+    @property
+    def windows(self) -> int:
+        """Windows in one epoch; a tail shorter than a window is not used."""
+        return window_count(len(self.tokens), self.sequence_length)
+
+    @cached_property
+    def _order(self) -> grain.MapDataset[int]:
+        """Position in the stream -> window. Grain hashes the index: no permutation is stored.
+
+        Epoch e is shuffled with seed + e (grain 0.2.18), so neighbouring seeds share epochs.
+        """
+        return grain.MapDataset.source(range(self.windows)).shuffle(seed=self.seed).repeat()
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        """The window indices of global batch `step`, in row order. [B]"""
+        first = step * self.global_size
+        return np.array([self._order[first + row] for row in range(self.global_size)], np.int64)
+
+    def rows(self, step: int) -> np.ndarray:
+        """The tokens of global batch `step`, int32. [B, T+1]"""
+        starts = self.sample_ids(step) * self.sequence_length
+        offsets = np.arange(self.sequence_length + 1)
+        return self.tokens[starts[:, None] + offsets].astype(np.int32)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "targets"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a step reads: `targets[..., t]` is the token after `inputs[..., t]`, or IGNORE."""
+
+    inputs: Any  # int32 [B, T] or [M, B/M, T]; NumPy on the host, jax.Array (or spec) elsewhere
+    targets: Any  # as inputs
+
+
+def shift(rows: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> Batch:
+    """Rows [B, T+1] as inputs and targets [B, T]; row i trains its first `lengths[i]` targets.
+
+    On the host, since slicing a sequence-sharded array on the device makes the partitioner emit
+    a collective-permute, which hangs inside loops of unequal length (ARCHITECTURE section 3.8).
+    """
+    inputs = np.ascontiguousarray(rows[:, :-1], dtype=np.int32)
+    targets = np.array(rows[:, 1:], dtype=np.int32)
+    if lengths is not None:
+        beyond = np.arange(targets.shape[1]) >= np.asarray(lengths)[:, None]
+        targets[beyond] = IGNORE
+    return Batch(inputs, targets)
+
+
+def micro_batched(batch: Batch, num_microbatches: int) -> Batch:
+    """[B, T] as [M, B/M, T]: row r is row j of micro-batch m, with r = m * (B/M) + j."""
+    rows, length = batch.inputs.shape
+    if rows % num_microbatches:
+        raise RequestError(
+            f"{rows} rows do not divide into {num_microbatches} micro-batches:"
+            f" set batch.microbatches to a divisor of {rows}."
+        )
+    shape = (num_microbatches, rows // num_microbatches, length)
+    return Batch(batch.inputs.reshape(shape), batch.targets.reshape(shape))
+
+
+def prefetch(iterator: Iterator[Item], depth: int = 2) -> Prefetch[Item]:
+    """Iterate with up to `depth` items built ahead, so the next batch is made during the step."""
+    return Prefetch(iterator, depth)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last thing in the queue: why there is nothing more to come."""
+
+    error: BaseException | None
+
+
+class Prefetch(Iterator[Item], Generic[Item]):
+    """An iterator whose items are built on a daemon thread, in order.
+
+    An exception of the source is raised where its item would have come. `close` (or leaving the
+    `with` block) stops the thread. One consumer.
+    """
+
+    def __init__(self, iterator: Iterator[Item], depth: int) -> None:
+        self._ready: queue.Queue[Item | _End] = queue.Queue(maxsize=max(depth, 1))
+        self._stop = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(
+            target=self._fill, args=(iterator,), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, iterator: Iterator[Item]) -> None:
+        try:
+            for item in iterator:
+                self._ready.put(item)
+                if self._stop.is_set():
+                    return
+            self._ready.put(_End(None))
+        except BaseException as error:  # the consumer must see it, whatever it is
+            self._ready.put(_End(error))
+
+    def __next__(self) -> Item:
+        if self._finished:
+            raise StopIteration
+        item = self._ready.get()
+        if not isinstance(item, _End):
+            return item
+        self._finished = True
+        if item.error is not None:
+            raise item.error
+        raise StopIteration
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Stop building. A source stuck in a read is left to its daemon thread after the wait."""
+        self._finished = True
+        self._stop.set()
+        while not self._ready.empty():  # frees a put in progress; the thread then sees the stop
+            self._ready.get_nowait()
+        self._thread.join(timeout_seconds)
+
+    def __enter__(self) -> Prefetch[Item]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,302 @@
+"""Run any schedule's table as one `lax.scan`: loss and gradients of a whole step.
+
+Manual over `data` and `stage`, automatic (annotated) over `model`. One tick, on every device:
+
+```
+        1 look-up            vocabulary over (stage, model)      if stage 0 runs forward
+        2 forward            this stage's layers                  0 trips if idle
+        3 head and loss      vocabulary over (stage, model)      if the last stage ran forward
+        4 backward           this stage's layers                  0 trips if idle
+        5 look-up gradient   vocabulary over (stage, model)      if stage 0 ran backward
+        6 send y to the next stage, then dx to the previous one
+```
+
+1, 3 and 5 are decided by the table alone, so alike on every device; 2 and 4 differ by stage, and
+each number's collectives depend on the one before, which gives all devices one order. Gradients
+add up locally in FP32 and cross `data` after the scan, once (ZeRO 0 and 1), or are scattered as
+they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from spmd_train.data.batches import Batch
+from spmd_train.mesh import DATA, MODEL, STAGE
+from spmd_train.model import BlockContext, Model
+from spmd_train.pipeline.collectives import (
+    accumulate,
+    from_stage,
+    ordered,
+    reduce,
+    shift,
+    total_gradient,
+    whole,
+)
+from spmd_train.pipeline.layers import StageLayers
+from spmd_train.pipeline.schedule import IDLE, Schedule
+from spmd_train.pipeline.vocabulary import Vocabulary
+from spmd_train.precision.policy import Policy
+from spmd_train.sharding import Layout, as_tuple, only, tree_map_leaves
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything static about a step's forward and backward pass.
+
+    Attributes:
+        model, layout, schedule, policy: what runs, where, when, in which precision.
+        leaves: placement of every parameter (`Model.leaves(layout)`).
+        remat: "none", "dots", "full" or "stage"; see layers.py.
+        idle: "skip" runs no layer in an idle tick; "masked" runs them on zeros and adds nothing,
+            for hardware where trip counts must not differ between devices.
+        seed: of the dropout masks.
+    """
+
+    model: Model
+    layout: Layout
+    schedule: Schedule
+    policy: Policy
+    leaves: Any
+    remat: str
+    idle: str = "skip"
+    seed: int = 0
+
+
+def loss_and_gradients(
+    pipeline: Pipeline, params: Any, batch: Batch, step: jax.Array
+) -> tuple[dict[str, jax.Array], Any]:
+    """Token-mean loss of a step and its gradients.
+
+    Args:
+        params: as `pipeline.leaves` places them, in the compute dtype.
+        batch: tokens [M, B/M, T] of the whole step.
+        step: number of the step, for dropout.
+
+    Returns:
+        {"loss", "z_loss"} float32 and "tokens" int32, and gradients in the accumulation dtype,
+        placed for the optimizer (`Layout.optimizer_spec`). With no supervised token at all, zeros.
+    """
+    layout, leaves = pipeline.layout, pipeline.leaves
+    manual = {DATA, STAGE}
+
+    def manual_specs(spec_of: Callable[[Any], P]) -> Any:
+        return tree_map_leaves(lambda leaf: only(spec_of(leaf), manual), leaves)
+
+    tokens = only(layout.batch_spec, manual)
+    return jax.shard_map(
+        lambda *a: _scan(pipeline, *a),
+        mesh=layout.mesh,
+        in_specs=(manual_specs(layout.param_spec), tokens, tokens, P()),
+        out_specs=(P(), manual_specs(layout.optimizer_spec)),
+        axis_names=manual,
+        check_vma=False,
+    )(params, batch.inputs, batch.targets, step)
+
+
+def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
+    """`fn(carry)` if `condition`, else `carry`, updated in place.
+
+    A loop of no or one trip: `lax.cond` would hold every accumulator twice.
+    """
+    if isinstance(condition, bool):
+        return fn(carry) if condition else carry
+    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: fn(c), carry)
+
+
+def _scan(
+    p: Pipeline, params: Any, inputs: jax.Array, targets: jax.Array, step: jax.Array
+) -> tuple[dict[str, jax.Array], Any]:
+    """The body of the manual region; inputs and targets are [M, B, T] with B rows here."""
+    schedule, layout, policy = p.schedule, p.layout, p.policy
+    S, L = schedule.num_stages, p.model.config.layers // schedule.num_stages
+    M, B, T = inputs.shape
+    stage = lax.axis_index(STAGE)
+    count = reduce(jnp.sum(targets >= 0), DATA)
+    weight = jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)
+    shared = p.model.shared(T)
+    vocabulary = Vocabulary(
+        p.model, layout, p.leaves, p.model.config.z_loss, jnp.dtype(policy.compute)
+    )
+
+    def row_keys(m: Any) -> jax.Array | None:
+        if not p.model.uses_dropout:
+            return None
+        key = jax.random.fold_in(jax.random.key(p.seed), step)
+        first = (m * lax.axis_size(DATA) + lax.axis_index(DATA)) * B
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(B))
+        return jax.random.key_data(keys)
+
+    def typed(keys: jax.Array | None) -> jax.Array | None:
+        return None if keys is None else jax.random.wrap_key_data(keys)
+
+    def block(params: Any, x: jax.Array, aux: Any) -> jax.Array:
+        shared, layer, keys = aux
+        context = BlockContext(shared, layer, typed(keys), layout, p.model.attention)
+        return layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
+
+    def aux_of(m: Any) -> Callable[[Any], Any]:
+        keys = row_keys(m)
+        return lambda i: (shared, stage * L + i, keys)
+
+    def layer_params(i: Any) -> Any:
+        def pick(leaf: Any, a: jax.Array) -> jax.Array:
+            a = lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+            return whole(a, leaf, layout, one_layer=True)
+
+        return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
+
+    def add_layer(totals: Any, i: Any, gradients: Any) -> Any:
+        def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
+            return accumulate(total, g, leaf, layout, layer=i)
+
+        return tree_map_leaves(add, p.leaves["blocks"], totals, gradients)
+
+    layers = StageLayers(block, layer_params, L, p.remat, add_layer)
+    x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
+    recipe = layers.recipe(x_like, aux_of(jnp.int32(0))(jnp.int32(0)))
+    keeps_input = p.remat == "stage"
+    always_forward, always_backward = schedule.never_idle
+    # An idle tick that still writes does so in one slot more, that nobody reads.
+    idle_writes = (keeps_input or p.idle == "masked") and not always_forward
+    slots = schedule.num_slots + idle_writes
+
+    def trips(active: jax.Array, never_idle: bool) -> Any:
+        return L if never_idle or p.idle == "masked" else jnp.where(active, L, 0)
+
+    def masked(active: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(active, x, jnp.zeros_like(x)) if p.idle == "masked" else x
+
+    def forward(x: jax.Array, ring: Any, m: Any, slot: Any) -> tuple[jax.Array, Any]:
+        active = m != IDLE
+        n, x = trips(active, always_forward), masked(active, x)
+        if not keeps_input:
+            return layers.forward_keeping(x, ring, slot, aux_of(m), n)
+        ring = lax.dynamic_update_index_in_dim(ring, x, slot, 0)
+        return layers.forward(x, aux_of(m), n), ring
+
+    def backward(totals: Any, dy: jax.Array, ring: Any, m: Any, slot: Any) -> tuple[Any, jax.Array]:
+        active = m != IDLE
+        n, dy, aux = trips(active, always_backward), masked(active, dy), aux_of(m)
+        if keeps_input:
+            x = masked(active, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
+            _, ring = layers.forward_keeping(x, layers.ring(recipe, 1), 0, aux, n)
+            slot = 0
+        return layers.backward(totals, dy, ring, slot, recipe, aux, n)
+
+    def tick(carry: dict[str, Any], now: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
+        c = dict(carry)
+        first_in, last_out = now["forward"][0], now["forward"][-1]
+        forward_m, backward_m = now["forward"][stage], now["backward"][stage]
+        first_out = now["backward"][0]
+
+        # 1 look-up
+        x = _when(
+            always_forward or first_in != IDLE,
+            lambda _: vocabulary.lookup(params, _at(inputs, first_in), typed(row_keys(first_in))),
+            c["x"],
+        )
+        x = jnp.where(stage == 0, x, c["x"]) if S > 1 else x
+        # 2 forward
+        y, c["ring"] = forward(x, c["ring"], forward_m, now["forward_slot"][stage])
+
+        # 3 head and loss; its gradient waits in a ring for the last stage's backward
+        def head(carry: Any) -> Any:
+            totals, losses, dys = carry
+            totals, added, dy = vocabulary.head(
+                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight
+            )
+            dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
+            return totals, losses + added, dys
+
+        c["ends"], c["losses"], c["head_dy"] = _when(
+            always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
+        )
+        # 4 backward
+        head_dy = lax.dynamic_index_in_dim(c["head_dy"], now["head_slot_read"], 0, keepdims=False)
+        dy = jnp.where(stage == S - 1, head_dy, c["dy"]) if S > 1 else head_dy
+        c["blocks"], dx = backward(
+            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage]
+        )
+
+        # 5 look-up gradient
+        def lookup_gradient(carry: Any) -> Any:
+            totals, dx = carry
+            dx = from_stage(dx, 0)
+            keys = typed(row_keys(first_out))
+            tokens = _at(inputs, first_out)
+            return vocabulary.lookup_gradient(params, totals, tokens, keys, dx), dx
+
+        c["ends"], first_dx = _when(
+            always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
+        )
+        # 6 sends
+        if S > 1:
+            t = now["tick"]
+            c["x"] = shift(ordered(y, first_dx, t), +1)
+            c["dy"] = shift(ordered(dx, c["x"], t), -1)
+        return c, None
+
+    def accumulators(group: Any) -> Any:
+        def zeros(leaf: Any, a: jax.Array) -> jax.Array:
+            spec = layout.accumulator_spec(leaf)
+            shape = _local_shape(leaf.shape, spec, layout)
+            z = jnp.zeros(shape, policy.accumulate)
+            return lax.with_sharding_constraint(z, only(spec, {MODEL}))
+
+        return tree_map_leaves(zeros, p.leaves[group], params[group])
+
+    x0 = layout.constrain(jnp.zeros(x_like.shape, x_like.dtype), "batch", "sequence", "embed")
+    carry = {
+        "x": x0,
+        "dy": x0,
+        "ring": jnp.zeros((slots, *x0.shape), x0.dtype)
+        if keeps_input
+        else layers.ring(recipe, slots),
+        "head_dy": jnp.zeros((schedule.num_head_slots, *x0.shape), x0.dtype),
+        "ends": {group: accumulators(group) for group in ("embed", "head")},
+        "blocks": accumulators("blocks"),
+        "losses": jnp.zeros(2, jnp.float32),
+    }
+    carry, _ = lax.scan(tick, carry, _tables(schedule))
+    totals = {"blocks": carry["blocks"], **carry["ends"]}
+    gradients = tree_map_leaves(lambda leaf, g: total_gradient(g, leaf, layout), p.leaves, totals)
+    loss, z_loss = reduce(carry["losses"], DATA)
+    return {"loss": loss, "z_loss": z_loss, "tokens": count}, gradients
+
+
+def _tables(schedule: Schedule) -> dict[str, jax.Array]:
+    """The schedule as the scan reads it: one row a tick."""
+    ring, head = schedule.num_slots, schedule.num_head_slots
+    tables = {
+        "tick": jnp.arange(schedule.num_ticks),
+        "forward": schedule.forward,
+        "backward": schedule.backward,
+        "forward_slot": schedule.slot(schedule.forward, ring),
+        "backward_slot": schedule.slot(schedule.backward, ring),
+        "head_slot": schedule.slot(schedule.forward[:, -1], head),
+        "head_slot_read": schedule.slot(schedule.backward[:, -1], head),
+    }
+    return {name: jnp.asarray(table) for name, table in tables.items()}
+
+
+def _at(x: jax.Array, m: Any) -> jax.Array:
+    """Micro-batch m of x [M, B, T]."""
+    return lax.dynamic_index_in_dim(x, m, 0, keepdims=False)
+
+
+def _local_shape(shape: tuple[int, ...], spec: P, layout: Layout) -> tuple[int, ...]:
+    """Shape inside the manual region: data and stage shards cut, model still whole."""
+
+    def shards(entry: Any) -> int:
+        return layout.size(*(a for a in as_tuple(entry) if a != MODEL))
+
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return tuple(n // shards(e) for n, e in zip(shape, entries, strict=True))

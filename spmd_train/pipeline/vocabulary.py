@@ -1,0 +1,165 @@
+"""Both ends of the model, sharded by vocabulary over (stage, model): look-up, loss, gradients.
+
+The softmax is split over all stages, so no stage idles on the head, and a tied embedding is simply
+the same shards used twice: one gradient, no copies to drift. The head's gradient is taken by hand
+around its softmax: differentiating *through* a `psum` in a region with `check_vma=False` would
+multiply it by the number of stages, silently.
+
+Axes: B rows of one micro-batch here, T sequence, D width, V_local vocabulary rows of this stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_train.mesh import MODEL, STAGE
+from spmd_train.model import Model, VocabRows
+from spmd_train.pipeline.collectives import accumulate, maximum, reduce, whole
+from spmd_train.sharding import Layout, tree_map_leaves
+
+MASKED = -1e30
+LOGITS_BYTES = 64 * 2**20  # float32 logits held at a time on one device
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary-sharded ends of `model`.
+
+    Attributes:
+        model, layout: what to run, where.
+        leaves: placements of the parameter groups "embed" and "head".
+        z_loss: coefficient of (log Z)^2 per token (Chowdhery et al. 2022, section 5).
+        dtype: of the activations.
+    """
+
+    model: Model
+    layout: Layout
+    leaves: Any
+    z_loss: float
+    dtype: Any
+
+    def rows(self) -> VocabRows:
+        """This stage's rows; within them `model` shards stay automatic."""
+        vocab = self.model.config.vocab
+        size = self.layout.padded(("vocab",), (vocab,))[0] // self.layout.size(STAGE)
+        return VocabRows(lax.axis_index(STAGE) * size, size, vocab)
+
+    def _whole(self, params: Any, group: str) -> Any:
+        def gather(leaf: Any, p: jax.Array) -> jax.Array:
+            return whole(p, leaf, self.layout)
+
+        return tree_map_leaves(gather, self.leaves[group], params[group])
+
+    def _accumulate(self, totals: Any, group: str, gradients: Any) -> Any:
+        def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
+            return accumulate(total, g, leaf, self.layout)
+
+        return {**totals, group: tree_map_leaves(add, self.leaves[group], totals[group], gradients)}
+
+    def lookup(self, params: Any, tokens: jax.Array, row_keys: jax.Array | None) -> jax.Array:
+        """Embed tokens [B, T] -> [B, T, D], the same on every stage."""
+        share = self.model.embed({"embed": self._whole(params, "embed")}, tokens, self.rows())
+        x = self.layout.constrain(reduce(share, STAGE), "batch", "sequence", "embed")
+        return self.model.embed_dropout(x, row_keys).astype(self.dtype)
+
+    def lookup_gradient(
+        self,
+        params: Any,
+        totals: Any,
+        tokens: jax.Array,
+        row_keys: jax.Array | None,
+        dx: jax.Array,
+    ) -> Any:
+        """Add the embedding's gradient to `totals`, given that of the first block's input.
+
+        Summed in float32: one frequent token may collect thousands of rows.
+        """
+        _, undrop = jax.vjp(lambda x: self.model.embed_dropout(x, row_keys), dx)
+        dx = self.layout.constrain(undrop(dx)[0].astype(jnp.float32), "batch", None, "embed")
+        embed = jax.tree.map(lambda p: p.astype(jnp.float32), self._whole(params, "embed"))
+        rows = self.rows()
+        _, pullback = jax.vjp(lambda e: self.model.embed({"embed": e}, tokens, rows), embed)
+        return self._accumulate(totals, "embed", pullback(dx)[0])
+
+    def head(
+        self, params: Any, totals: Any, y: jax.Array, targets: jax.Array, weight: jax.Array
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        """Loss of one micro-batch and its gradients.
+
+        Args:
+            y: [B, T, D] output of the last block, the same on every stage.
+            targets: [B, T] int32, negative where unsupervised.
+            weight: what every supervised token's loss is multiplied by: 1 / tokens of the step.
+
+        Returns:
+            totals with the head's gradients added; weighted sums [2] of cross-entropy and z-loss
+            over this micro-batch; dy [B, T, D].
+        """
+        rows, groups = self.rows(), self.model.head_reads
+        read = {group: self._whole(params, group) for group in groups}
+        y = self.layout.constrain(y, "batch", None, "embed")
+        chunks = self._chunks(y.shape, rows.size)
+
+        def one(carry: Any, chunk: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            losses, sums = carry
+            added, gradients, dy = self._head_chunk(read, *chunk, weight, rows)
+            sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients)
+            return (losses + added, sums), dy
+
+        B, T, D = y.shape
+        if chunks == 1:
+            losses, sums, dy = self._head_chunk(read, y, targets, weight, rows)
+        else:
+            # Chunks along the sequence: the whole [tokens, vocabulary] is never held in float32.
+            parts = (
+                jnp.swapaxes(y.reshape(B, chunks, T // chunks, D), 0, 1),
+                jnp.swapaxes(targets.reshape(B, chunks, T // chunks), 0, 1),
+            )
+            zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), read)
+            (losses, sums), dy = lax.scan(one, (jnp.zeros(2, jnp.float32), zero), parts)
+            dy = jnp.swapaxes(dy, 0, 1).reshape(y.shape)
+        for group in groups:
+            totals = self._accumulate(totals, group, sums[group])
+        return totals, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
+
+    def _chunks(self, shape: tuple[int, ...], size: int) -> int:
+        """Fewest equal parts of the sequence whose logits fit `LOGITS_BYTES`."""
+        B, T, _ = shape
+        per_position = 4 * B * size // self.layout.size(MODEL)
+        wanted = math.ceil(T * per_position / LOGITS_BYTES)
+        return next(n for n in range(1, T + 1) if T % n == 0 and (n >= wanted or n == T))
+
+    def _head_chunk(
+        self, read: Any, y: jax.Array, targets: jax.Array, weight: jax.Array, rows: VocabRows
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        def logits_of(read: Any, y: jax.Array) -> jax.Array:
+            return self.layout.constrain(self.model.head(read, y, rows), "batch", None, "vocab")
+
+        logits, pullback = jax.vjp(logits_of, read, y)
+        logits = jnp.where(rows.padding, MASKED, logits)
+        top = maximum(logits.max(-1), STAGE)[..., None]
+        exponentials = jnp.exp(logits - top)
+        hot = jnp.arange(rows.size) == rows.local(targets)[..., None]
+        total, at_target = reduce(
+            jnp.stack([exponentials.sum(-1), jnp.where(hot, logits - top, 0.0).sum(-1)]), STAGE
+        )
+        log_total = jnp.log(total)
+        log_z = log_total + top[..., 0]
+        token_weight = jnp.where(targets >= 0, weight, 0.0)
+        losses = jnp.stack(
+            [
+                jnp.sum((log_total - at_target) * token_weight),
+                jnp.sum(self.z_loss * log_z**2 * token_weight),
+            ]
+        )
+        slope = 1.0 + 2.0 * self.z_loss * log_z  # d(nll + z log_z^2) / d(log_z)
+        # Scaled to the step's mean in float32, before anything is cast down.
+        d_logits = exponentials * (slope / total)[..., None] - hot
+        gradients, dy = pullback(d_logits * token_weight[..., None])
+        return losses, gradients, reduce(dy, STAGE)

@@ -1,0 +1,116 @@
+"""A run directory: where a run writes, and how it is opened again.
+
+```
+config.yaml   metrics.jsonl   events.jsonl   checkpoints/
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from spmd_train import config as configuration
+from spmd_train.config import Config
+from spmd_train.errors import RequestError
+
+# What a resumed run may change: where and how long it runs and what it shows, never what it learns.
+FREE_ON_RESUME = ("mesh", "steps", "name", "precision.policy", "log.", "checkpoint.")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def exists(self) -> bool:
+        """Whether the directory holds a run."""
+        return self.config.exists()
+
+    def read_config(self) -> Config:
+        """The configuration the run was started with.
+
+        Raises:
+            RequestError: this is no run directory.
+        """
+        if not self.exists():
+            raise RequestError(
+                f"{self.path} is no run directory: it has no config.yaml; "
+                f"runs in {self.path.parent}: {_siblings(self.path)}."
+            )
+        return configuration.load(self.config)
+
+
+def _siblings(path: Path) -> str:
+    runs = sorted(p.parent.name for p in path.parent.glob("*/config.yaml"))
+    return ", ".join(runs) or "none"
+
+
+def new_run(out: str | None, name: str) -> RunDirectory:
+    """The directory of a run to be started.
+
+    Raises:
+        RequestError: it holds a run already.
+    """
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    run = RunDirectory(Path(out) if out else Path("runs") / f"{name}-{stamp}")
+    if run.exists():
+        raise RequestError(
+            f"--out {run.path} already holds a run; add --resume to continue it, "
+            "or give another directory."
+        )
+    if run.path.exists() and not run.path.is_dir():
+        raise RequestError(f"--out {run.path} is a file; give a directory.")
+    return run
+
+
+def resumed_config(
+    run: RunDirectory, path: str | None, overrides: Sequence[str], **top: Any
+) -> Config:
+    """The configuration of a resumed run: its own, with what may change on top.
+
+    Raises:
+        RequestError: a key that decides what the run learns differs, named with both values.
+    """
+    saved = run.read_config()
+    if path is None:
+        requested = configuration.load(run.config, overrides, **top)
+    else:
+        requested = configuration.load(path, overrides, **{"mesh": saved.mesh, **_given(top)})
+    changed = [
+        f"{key} is {ours} in the request and {theirs} in {run.config}"
+        for key, ours, theirs in _differences(requested.model_dump(), saved.model_dump())
+        if not key.startswith(FREE_ON_RESUME)
+    ]
+    if changed:
+        raise RequestError(
+            f"--resume cannot change what the run learns: {'; '.join(changed)}. "
+            "May change: mesh, steps, precision.policy, log and checkpoint keys."
+        )
+    return requested
+
+
+def _given(top: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in top.items() if value is not None}
+
+
+def _differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key, mine in ours.items():
+        if isinstance(mine, Mapping):
+            yield from _differences(mine, theirs[key], f"{prefix}{key}.")
+        elif mine != theirs[key]:
+            yield f"{prefix}{key}", mine, theirs[key]

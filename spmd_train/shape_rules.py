@@ -1,0 +1,89 @@
+"""The rules that say whether a configuration fits a mesh, checked before anything is compiled.
+
+What does not divide is refused, never dropped or rounded. Two things need not divide: KV heads
+fewer than `model` are replicated, and the vocabulary is padded, invisibly to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmd_train.config import Config
+from spmd_train.errors import RequestError, listed, nearest_divisors, nearest_multiples
+from spmd_train.mesh import MeshShape
+
+
+def validate_shape(config: Config, mesh: MeshShape) -> None:
+    """Raise one RequestError with a sentence for every rule that `config` breaks on `mesh`."""
+    broken = [
+        *_layer_rule(config, mesh),
+        *_head_rule(config, mesh),
+        *_ffn_rule(config, mesh),
+        *_batch_rule(config, mesh),
+        *_sequence_rule(config, mesh),
+    ]
+    if broken:
+        raise RequestError("\n".join(broken))
+
+
+def sequence_parallel_on(config: Config, mesh: MeshShape) -> bool:
+    """Whether activations between blocks are split by position; `auto` means where model > 1."""
+    setting = config.parallel.sequence_parallel
+    return mesh.model > 1 and (setting == "auto" or setting is True)
+
+
+def _layer_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    layers, stage = config.model.layers, mesh.stage
+    if layers % stage:
+        yield (
+            f"stage={stage} does not divide {layers} layers; "
+            f"sizes that do: {listed(nearest_divisors(layers, stage))}; "
+            f"nearest model.layers for stage={stage}: {listed(nearest_multiples(layers, stage))}."
+        )
+
+
+def _head_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    heads, model = config.model.heads, mesh.model
+    if heads % model:
+        yield (
+            f"model={model} does not divide {heads} heads; "
+            f"sizes that do: {listed(nearest_divisors(heads, model))}."
+        )
+
+
+def _ffn_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    ffn, model = config.model.ffn, mesh.model
+    if ffn % model:
+        yield (
+            f"model={model} does not divide the ffn width {ffn}; "
+            f"sizes that do: {listed(nearest_divisors(ffn, model))}; "
+            f"nearest model.ffn for model={model}: {listed(nearest_multiples(ffn, model))}."
+        )
+
+
+def _batch_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    size, microbatches, data = config.batch.global_size, config.batch.microbatches, mesh.data
+    ways = data * microbatches
+    if size % ways == 0:
+        return
+    if size % data:
+        counts = f"no number of micro-batches works, since data={data} does not divide {size}"
+    else:
+        working = nearest_divisors(size // data, microbatches)
+        counts = f"batch.microbatches that work for {size}: {listed(working)}"
+    yield (
+        f"batch.global_size={size} is not divisible by data={data} x "
+        f"batch.microbatches={microbatches} = {ways}; "
+        f"nearest sizes that are: {listed(nearest_multiples(size, ways))}; {counts}."
+    )
+
+
+def _sequence_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    length, model = config.batch.sequence_length, mesh.model
+    if sequence_parallel_on(config, mesh) and length % model:
+        yield (
+            f"batch.sequence_length={length} is not divisible by model={model}, "
+            f"over which sequence parallelism splits it; nearest lengths that are: "
+            f"{listed(nearest_multiples(length, model))}, "
+            f"or set parallel.sequence_parallel=false."
+        )

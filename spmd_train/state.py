@@ -1,0 +1,146 @@
+"""The train state: what a step reads and writes, and what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from spmd_train.model import Model
+from spmd_train.model.model import pad, unpad
+from spmd_train.optim import by_path, optimizer_shardings
+from spmd_train.precision import MasterState, Policy, master_of
+from spmd_train.sharding import Layout, Leaf, tree_map_leaves
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class TrainState:
+    """Attributes:
+    step: int32 scalar, the number of steps taken; with the seed it fixes data order and dropout.
+    params: what the forward pass reads, in the compute dtype.
+    opt_state: optax state; holds the FP32 master where the params are not FP32.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """How to make, place, save and restore the state of one run.
+
+    Attributes:
+        model, layout, policy, tx: what the state belongs to.
+        leaves: placement of every parameter.
+    """
+
+    model: Model
+    layout: Layout
+    policy: Policy
+    tx: optax.GradientTransformationExtraArgs
+    leaves: Any
+
+    def abstract_params(self, dtype: Any) -> Any:
+        return tree_map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), self.leaves)
+
+    def shardings(self) -> TrainState:
+        """A `NamedSharding` for every leaf of the state."""
+        named, layout = self.layout.named, self.layout
+        opt_state = jax.eval_shape(self.tx.init, self.abstract_params(self.policy.compute))
+        return TrainState(
+            step=named(P()),
+            params=tree_map_leaves(lambda leaf: named(layout.param_spec(leaf)), self.leaves),
+            opt_state=optimizer_shardings(opt_state, self.leaves, layout),
+        )
+
+    def fresh(self, params: Any) -> TrainState:
+        """Step 0 from FP32 parameters."""
+        opt_state = self.tx.init(params)
+        image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
+        return TrainState(jnp.int32(0), image, opt_state)
+
+    def init(self, seed: int) -> TrainState:
+        """Step 0 from a seed, each shard made where it lives."""
+
+        def make() -> TrainState:
+            return self.fresh(self.model.init(jax.random.key(seed), self.leaves))
+
+        return jax.jit(make, out_shardings=self.shardings())()
+
+    def abstract(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings, nothing allocated."""
+        params = self.abstract_params(self.policy.master)
+        shapes = jax.eval_shape(self.fresh, params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.shardings(),
+        )
+
+    # Checkpoints are canonical: the model's own shapes, FP32 parameters, no half-precision leaf.
+    def canonical(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint holds, independent of mesh, ZeRO level, padding and policy."""
+        if all(leaf.shape == leaf.logical_shape for leaf in jax.tree.leaves(self.leaves)):
+            return _canonical_tree(state)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_canonical())
+        return jax.jit(self._unpadded, out_shardings=shardings)(_canonical_tree(state))
+
+    def abstract_canonical(self) -> dict[str, Any]:
+        """`canonical` as shapes with shardings: what a restore asks for.
+
+        A dimension that is padded at run time has no even shards in its own size: left whole.
+        """
+        padded = _canonical_tree(self.abstract())
+
+        def place(x: Any, padded: Any) -> Any:
+            spec = padded.sharding.spec
+            even = (e if x.shape[d] == padded.shape[d] else None for d, e in enumerate(spec))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.named(P(*even)))
+
+        return jax.tree.map(place, jax.eval_shape(self._unpadded, padded), padded)
+
+    def from_canonical(self, saved: dict[str, Any]) -> TrainState:
+        """The run-time state: padded, placed, the compute-dtype image made from the master."""
+
+        def build(saved: dict[str, Any]) -> TrainState:
+            tree = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
+            params, inner = tree["params"], tree["optimizer"]
+            image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
+            opt_state = MasterState(params, inner) if self.policy.has_master else inner
+            return TrainState(tree["step"], image, opt_state)
+
+        return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
+
+    def _unpadded(self, tree: Any) -> Any:
+        return self._map_parameters(unpad, lambda leaf: leaf.shape, tree)
+
+    def _map_parameters(
+        self, fn: Callable[[Leaf, Any], Any], shape: Callable[[Leaf], Any], tree: Any
+    ) -> Any:
+        """`fn(leaf, x)` on every array of a state tree with a parameter's path and shape."""
+        leaf_of = by_path(self.leaves, shape)
+
+        def visit(path: Any, x: Any) -> Any:
+            leaf = leaf_of(path, x.shape)
+            return x if leaf is None else fn(leaf, x)
+
+        return jax.tree_util.tree_map_with_path(visit, tree)
+
+
+def _canonical_tree(state: TrainState) -> dict[str, Any]:
+    master = master_of(state.opt_state)
+    return {
+        "step": state.step,
+        "params": state.params if master is None else master,
+        "optimizer": state.opt_state if master is None else state.opt_state.inner,
+    }

@@ -1,0 +1,1 @@
+"""What a run writes and shows: `records` the files, `progress` the terminal, `flops` the MFU."""
