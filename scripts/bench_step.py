@@ -262,7 +262,7 @@ class Comparison:
     wall_ratio: Spread
 
 
-class NotTheSame(Exception):
+class DifferentLossesError(Exception):
     """Two contenders do not compute the same thing, so their costs do not compare."""
 
 
@@ -270,7 +270,7 @@ def check_same(one: Contender, other: Contender) -> None:
     """Equal losses before and after the first updates: same forward, gradients and optimizer."""
     mine, theirs = (np.array(c.losses[:WARM_UP]) for c in (one, other))
     if not np.allclose(mine, theirs, rtol=SAME_LOSS, atol=0):
-        raise NotTheSame(
+        raise DifferentLossesError(
             f"{one.name} and {other.name} differ by more than {SAME_LOSS} (relative) in their "
             f"first losses: {mine.tolist()} and {theirs.tolist()}; nothing is reported"
         )
@@ -404,7 +404,7 @@ def main() -> int:
                 f"{result.name} / {result.against}: CPU time x {result.cpu_ratio.median:.3f} "
                 f"({result.cpu_ratio.min:.3f} to {result.cpu_ratio.max:.3f})"
             )
-    except NotTheSame as error:
+    except DifferentLossesError as error:
         say(str(error))
         return 1
     if args.json:

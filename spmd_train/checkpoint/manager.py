@@ -55,6 +55,8 @@ class Checkpoints:
         self._saving = step
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with self._reporting("saving the checkpoint failed:", step):
+            # Orbax's threads would wait out their time-out, at exit too, for a missing directory.
+            os.makedirs(self._directory, exist_ok=True)
             return bool(self._manager.save(step, args=items, force=True))  # when is our policy
 
     def latest(self) -> int | None:

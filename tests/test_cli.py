@@ -1,0 +1,212 @@
+"""The command line as its user sees it: exit status, messages, files, a run and its continuation.
+
+A resumed run is compared with the uninterrupted one; two processes with one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from spmd_train.cli import main
+from spmd_train.telemetry.records import read_jsonl
+
+SMALL = [
+    "model.layers=2", "model.width=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64",
+    "batch.global_size=8", "batch.microbatches=2", "batch.sequence_length=32",
+    "optim.warmup_steps=2", "optim.lr=1e-2",
+]  # fmt: skip
+
+
+def sets(*items: str) -> list[str]:
+    return [word for item in items for word in ("--set", item)]
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    return stop.value.code or 0
+
+
+def losses(directory: Path) -> list[float]:
+    return [record["loss"] for record in read_jsonl(directory / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six uninterrupted steps on 2x2x2."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert run("--mesh", "2x2x2", "--steps", 6, "--out", out, *sets(*SMALL)) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mesh", "3x0x2"], ["3x0x2", "at least 1"]),
+        (["--mesh", "4x2"], ["4x2", "three sizes"]),
+        (["--mesh", "data=4,modle=2"], ["modle", "did you mean 'model'"]),
+        (["--mesh", "1x1x4", *sets("model.layers=6")], ["6 layers", "1, 2, 3, 6"]),
+        (["--mesh", "1x3x1", *sets("model.heads=8")], ["8 heads", "1, 2, 4, 8"]),
+        (["--mesh", "4x1x1", *sets("batch.global_size=6", "batch.microbatches=1")], ["6", "4, 8"]),
+        (["--mesh", "1x1x1", *sets("batch.microbatches=5")], ["microbatches=5", "4, 8"]),
+        (sets("optim.learning_rte=1"), ["optim.learning_rte", "optim.lr"]),
+        (sets("optim.lr=-1"), ["optim.lr", "> 0"]),
+        (["--config", "NOT_YAML"], ["NOT_YAML", "line"]),
+        (sets("data.source=EMPTY"), ["EMPTY", "empty"]),
+        (["--platform", "gpu"], ["gpu", "platforms present"]),
+        (["--resume"], ["--out"]),
+        (["--stop-after", "0"], ["at least 1"]),
+        (sets("model.block=no.such:thing"), ["model.block", "no"]),
+    ],
+)
+def test_a_wrong_request_exits_2_and_says_what_works(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "NOT_YAML").write_text("a: [1\nb: }")
+    (tmp_path / "EMPTY").write_text("")
+    assert run(*arguments) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "runs").exists(), "nothing is started"
+
+
+def test_a_run_directory_holds_what_it_promises(whole_run: Path) -> None:
+    config = yaml.safe_load((whole_run / "config.yaml").read_text())
+    assert config["mesh"] == "2x2x2"
+    records = read_jsonl(whole_run / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert set(records[0]) == {
+        "step", "loss", "tokens", "grad_norm", "lr", "loss_scale", "skipped", "step_seconds",
+        "tokens_per_second", "data_wait_seconds",
+    }  # fmt: skip
+    assert records[0]["tokens"] == 8 * 32
+    assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.05)  # an untrained model guesses
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[0]["lr"] == pytest.approx(0.5e-2)  # lr * k / warmup, k = 1
+    events = {e["event"]: e for e in read_jsonl(whole_run / "events.jsonl")}
+    assert set(events) == {"start", "compile", "checkpoint", "stop"}
+    assert events["start"]["resolved"]["schedule"] == "1f1b"
+    assert events["compile"]["bytes_per_device"]["temporaries"] >= 0
+    for line in (whole_run / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"bare {name}"))
+
+
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x1x1"])
+def test_a_stopped_run_resumes_as_if_uninterrupted(
+    mesh: str, whole_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "stopped"
+    common = ["--out", out]
+    assert run(*common, "--mesh", "2x2x2", "--steps", 6, "--stop-after", 3, *sets(*SMALL)) == 0
+    assert len(losses(out)) == 3
+    assert run(*common, "--mesh", mesh, "--resume") == 0
+    tolerance = 0 if mesh == "2x2x2" else 1e-5
+    np.testing.assert_allclose(losses(out), losses(whole_run), rtol=tolerance)
+
+
+def test_resume_refuses_what_would_change_the_run(
+    whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--out", whole_run, "--resume", "--set", "optim.lr=1e-4") == 2
+    message = capsys.readouterr().err
+    assert "optim.lr is 0.0001" in message
+    assert "0.01" in message
+    assert run("--out", tmp_path / "nothing", "--resume") == 2
+    assert "no run directory" in capsys.readouterr().err
+    assert run("--out", whole_run, "--steps", 6) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_run_resumed_at_its_end_is_already_done(whole_run: Path) -> None:
+    before = losses(whole_run)
+    assert run("--out", whole_run, "--resume") == 0
+    assert losses(whole_run) == before
+
+
+def test_generate_continues_the_prompt(whole_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["generate", "--run", whole_run, "--prompt", "It was", "--max-tokens", 20]
+    assert run(*request) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("It was")
+    assert len(first.encode()) > 20
+    assert run(*request) == 0
+    assert capsys.readouterr().out == first, "the same seed gives the same text"
+    assert run(*request[:-2], "--max-tokens", 0) == 2
+    assert run("generate", "--run", whole_run.parent, "--prompt", "x") == 2
+    assert run("generate", "--run", whole_run, "--prompt", "") == 2
+
+
+def test_a_loss_that_is_not_finite_fails_and_is_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "diverges"
+    wild = sets(*SMALL, "optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=null")
+    assert run("--mesh", "1x1x1", "--steps", 8, "--out", out, *wild) == 1
+    assert "not finite" in capsys.readouterr().err
+    assert not list((out / "checkpoints").glob("[0-9]*"))
+
+
+def process(arguments: list[object], **environment: str) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "spmd_train", *map(str, arguments)],
+        env=env | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_give_the_losses_of_one(whole_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "two"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    request = ["--mesh", "2x2x2", "--steps", 6, "--out", out, *sets(*SMALL)]
+    pair = [
+        process(
+            request,
+            JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(i),
+        )
+        for i in range(2)
+    ]
+    outputs = [p.communicate(timeout=300) for p in pair]
+    assert [p.returncode for p in pair] == [0, 0], outputs
+    assert "in 2 processes" in outputs[0][0]
+    assert outputs[1][0] == "", "one process speaks"
+    np.testing.assert_allclose(losses(out), losses(whole_run), rtol=1e-5)
+
+
+def test_ctrl_c_saves_and_leaves(tmp_path: Path) -> None:
+    out = tmp_path / "interrupted"
+    running = process(["--mesh", "1x1x1", "--steps", 100000, "--out", out, *sets(*SMALL)])
+    deadline = time.monotonic() + 200
+    while len(read_jsonl(out / "metrics.jsonl")) < 3:
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    output, error = running.communicate(timeout=120)
+    assert running.returncode == 0, error
+    assert "--resume" in output
+    done = len(losses(out))
+    assert (out / "checkpoints" / str(done)).is_dir()
+    assert read_jsonl(out / "events.jsonl")[-1]["reason"] == "signal"
