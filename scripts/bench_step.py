@@ -9,7 +9,7 @@ tokens, FP32, AdamW with clipping), on CPU, in one process with 8 simulated devi
 A sample is the CPU time of the whole process, all its threads, around one blocked step; wall time
 is shown, but on a shared machine only the ratio means something. The two steps of a comparison take
 turns (A B A B ...), and the ratio is taken within each pair. Nothing is reported unless both sides
-of a comparison computed the same losses in their first three steps.
+of a comparison computed the same losses in their first steps.
 
 From the root of the repository (`PYTHONPATH=.` where the package is not installed):
 
@@ -63,7 +63,7 @@ SHAPE = (
 DEVICES = 8  # simulated, for every comparison: their number sizes XLA's thread pools
 MESHES = ("1x1x8", "2x2x2", "8x1x1")
 PIPELINE_ROWS = 2  # rows in a micro-batch of a pipeline, unless --microbatches says otherwise
-WARM_UP = 3  # steps that compile, settle and prove that both sides compute the same
+WARM_UP = 2  # steps that compile, settle and prove that both sides compute the same
 SAME_LOSS = 1e-5
 
 # Wall / CPU seconds a step: ARCHITECTURE.md section 8, by the mesh each is nearest to.

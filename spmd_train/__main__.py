@@ -1,6 +1,6 @@
 """`python -m spmd_train`."""
 
-from spmd_train.cli import main
+from spmd_train.cli import entry
 
 if __name__ == "__main__":
-    main()
+    entry()

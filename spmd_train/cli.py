@@ -72,8 +72,21 @@ Command = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its status."""
+def entry() -> None:
+    """The console script: run one command and leave with its status.
+
+    A failed run leaves at once: threads of a failed save, or JAX's barrier with processes that wait
+    in a collective, would hold the exit for minutes.
+    """
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     wants_help = arguments[:1] in (["-h"], ["--help"])
     if not arguments or (arguments[0].startswith("-") and not wants_help):
@@ -85,21 +98,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    status = 0
     try:
         train(command) if isinstance(command, Train) else generate(command)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
-        status = 2
+        return 2
     except RunError as error:
         print(f"failed: {error}", file=sys.stderr)
-        status = 1
-    sys.stdout.flush()
-    if status and int(os.environ.get("JAX_NUM_PROCESSES") or 1) > 1:
-        # Peers wait in a collective, and this process would wait for them in JAX's exit barrier.
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+        return 1
+    return 0
 
 
 def train(request: Train) -> None:

@@ -266,10 +266,20 @@ def assert_same_gradients(got: Arrays, want: Arrays, tolerance: float = 1e-5) ->
     assert not too_far, too_far
 
 
-def assert_same_weights(got: Arrays, want: Arrays, lr: float) -> None:
-    """After five AdamW steps: within a hundredth of one step."""
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-2 * lr, err_msg=name)
+def assert_same_weights(got: Trained, want: Trained, lr: float) -> None:
+    """After a few AdamW steps: within a hundredth of one step.
+
+    Adam divides a gradient by its own size: where the gradient is below what two summation orders
+    differ by (1e-5 of the tensor's largest; here some 1e-8, as small as Adam's eps), so is the sign
+    of the update. Seen: one program at two optimisation levels of the compiler moves such an entry
+    by 0.07 of a step. They are few, and held to half a step.
+    """
+    for name, weights in want.params.items():
+        size = np.abs(want.gradients[name])
+        vague = (size < 1e-5 * size.max()) & (size > 0)
+        assert vague.mean() < 1e-3, name
+        far = np.abs(got.params[name] - weights) > np.where(vague, 0.5, 1e-2) * lr
+        assert not far.any(), (name, np.argwhere(far), got.params[name][far], weights[far])
 
 
 def assert_same_training(got: Trained, want: Trained, lr: float = 1e-3) -> None:
@@ -280,4 +290,4 @@ def assert_same_training(got: Trained, want: Trained, lr: float = 1e-3) -> None:
     np.testing.assert_allclose(got.grad_norms[0], want.grad_norms[0], rtol=1e-5)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     np.testing.assert_allclose(got.z_losses, want.z_losses, rtol=1e-5)
-    assert_same_weights(got.params, want.params, lr)
+    assert_same_weights(got, want, lr)

@@ -47,9 +47,7 @@ class PositionedEmbedding(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, rows: VocabRows) -> jax.Array:
-        token = jnp.take(
-            self.table[...], rows.local(tokens), axis=0, mode="fill", fill_value=0
-        )
+        token = jnp.take(self.table[...], rows.local(tokens), axis=0, mode="fill", fill_value=0)
         return token + rows.first * self.positions[: tokens.shape[1]]
 
 
@@ -177,3 +175,7 @@ def mask(config: ModelConfig) -> Architecture:
         block=lambda rngs: Dropped(config.dropout),
         head=lambda rngs: SumHead(),
     )
+
+
+def not_an_architecture(config: ModelConfig) -> str:
+    return "not an architecture"

@@ -94,9 +94,7 @@ def check(row: Combination) -> None:
 
 
 def test_the_cover_meets_every_pair():
-    wanted = sum(
-        len(a) * len(b) for a, b in itertools.combinations(map(list, FACTORS.values()), 2)
-    )
+    wanted = sum(len(a) * len(b) for a, b in itertools.combinations(map(list, FACTORS.values()), 2))
     assert len(set().union(*map(pairs, COVER))) == wanted
     assert len(COVER) <= 60
     for position, values in enumerate(FACTORS.values()):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from spmd_train.errors import RequestError, RunError
+from spmd_train.errors import RequestError, RunError, listed
 
 _ASYNC_TIMEOUT_SECONDS = 300
 """How long processes wait for each other's writes (Orbax's 1200 would hide a dead peer)."""
@@ -27,15 +27,22 @@ _ASYNC_TIMEOUT_SECONDS = 300
 class Checkpoints:
     """The steps saved in `directory`, of which the last `keep_last` (None: all) are kept.
 
-    All processes of a run call every method together.
+    All processes of a run call every method together. With `read_only`, another process may be
+    saving there: nothing is removed, not even what looks unfinished.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep_last: int | None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep_last: int | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
         self._directory = os.path.abspath(directory)  # Orbax takes a relative path, then fails late
         self._saving: int | None = None
         with self._reporting("cannot open checkpoints in"):
             os.makedirs(self._directory, exist_ok=True)  # Orbax does not mind a file there
-            self._manager = _open(self._directory, keep_last)
+            self._manager = _open(self._directory, keep_last, read_only)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Save in the background; the arrays may be donated as soon as this returns.
@@ -74,7 +81,7 @@ class Checkpoints:
         The state takes the tree of `abstract`, which must match what was saved leaf by leaf.
         """
         if step not in self.steps():
-            have = ", ".join(map(str, self.steps())) or "none"
+            have = listed(self.steps()) or "none"
             raise RequestError(f"no checkpoint of step {step} in {self._directory}: it has {have}.")
         with self._reporting("the checkpoint is damaged; restore another step:", step):
             saved = self._manager.item_metadata(step)["state"].tree
@@ -123,7 +130,7 @@ class Checkpoints:
             raise RunError(f"{what} {where} ({_first_line(error)})") from error
 
 
-def _open(directory: str, keep_last: int | None) -> ocp.CheckpointManager:
+def _open(directory: str, keep_last: int | None, read_only: bool) -> ocp.CheckpointManager:
     """Handlers are named here, or the metadata of a step could not be read before its data."""
     return ocp.CheckpointManager(
         directory,
@@ -136,7 +143,8 @@ def _open(directory: str, keep_last: int | None) -> ocp.CheckpointManager:
             atomicity_options=ocp.options.AtomicityOptions(
                 mode=ocp.options.AtomicityMode.COMMIT_FILE
             ),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
             async_options=ocp.AsyncOptions(timeout_secs=_ASYNC_TIMEOUT_SECONDS),
         ),
     )

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from spmd_train.data.source import window_count
-from spmd_train.errors import RequestError
+from spmd_train.errors import RequestError, listed, nearest_divisors
 
 Item = TypeVar("Item")
 
@@ -81,7 +81,7 @@ def shift(rows: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -
     """Rows [B, T+1] as inputs and targets [B, T]; row i trains its first `lengths[i]` targets.
 
     On the host, since slicing a sequence-sharded array on the device makes the partitioner emit
-    a collective-permute, which hangs inside loops of unequal length (ARCHITECTURE section 3.8).
+    a collective-permute, which hangs inside loops of unequal length (docs/design.md).
     """
     inputs = np.ascontiguousarray(rows[:, :-1], dtype=np.int32)
     targets = np.array(rows[:, 1:], dtype=np.int32)
@@ -95,9 +95,10 @@ def micro_batched(batch: Batch, num_microbatches: int) -> Batch:
     """[B, T] as [M, B/M, T]: row r is row j of micro-batch m, with r = m * (B/M) + j."""
     rows, length = batch.inputs.shape
     if rows % num_microbatches:
+        works = listed(nearest_divisors(rows, num_microbatches))
         raise RequestError(
             f"{rows} rows do not divide into {num_microbatches} micro-batches:"
-            f" set batch.microbatches to a divisor of {rows}."
+            f" the nearest numbers that work are {works}."
         )
     shape = (num_microbatches, rows // num_microbatches, length)
     return Batch(batch.inputs.reshape(shape), batch.targets.reshape(shape))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from spmd_train.errors import RequestError
+from spmd_train.errors import RequestError, listed
 
 
 class ByteTokenizer:
@@ -30,6 +30,6 @@ _TOKENIZERS = {"bytes": ByteTokenizer}
 def tokenizer(name: str) -> ByteTokenizer:
     """The tokenizer called `name` in the configuration key `data.tokenizer`."""
     if name not in _TOKENIZERS:
-        known = ", ".join(sorted(_TOKENIZERS))
+        known = listed(sorted(_TOKENIZERS))
         raise RequestError(f"data.tokenizer={name!r} is not known: use one of {known}.")
     return _TOKENIZERS[name]()

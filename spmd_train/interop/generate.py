@@ -81,7 +81,7 @@ def continue_text(
 
 
 def _restore(run: RunDirectory, step: Any) -> Any:
-    with Checkpoints(run.checkpoints, keep_last=None) as checkpoints:
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         latest = checkpoints.latest()
         if latest is None:
             raise RequestError(f"{run.checkpoints} holds no complete checkpoint to generate from.")

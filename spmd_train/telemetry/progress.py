@@ -59,7 +59,7 @@ class Progress:
         step, is_first = int(metrics["step"]), self._first is None
         eta = f"eta {self._eta(step)}"
         if self._bar is not None:
-            summary = _spaced(*describe(metrics, _BESIDE_BAR), eta)
+            summary = _spaced(eta, *describe(metrics, _BESIDE_BAR))
             self._bar.update(self._bar.task_ids[0], completed=step, summary=summary)
         elif is_first or step % self._every == 0 or step == self._total:
             width = len(str(self._total))
@@ -124,7 +124,7 @@ def _bar(stream: TextIO, total_steps: int) -> rich.progress.Progress:
         rich.progress.TextColumn(
             "step {task.completed:.0f}/{task.total:.0f}", table_column=Column(min_width=width)
         ),
-        rich.progress.BarColumn(bar_width=10),
+        rich.progress.BarColumn(bar_width=8),
         rich.progress.TextColumn(
             "{task.fields[summary]}", markup=False, table_column=Column(no_wrap=True)
         ),

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +114,7 @@ class _Appender:
         except OSError as error:
             raise self._failure(error) from error
 
-    def keep(self, wanted: Any) -> None:
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite the file with only the wanted records, replacing it in one atomic step."""
         self.close()
         kept = [json.dumps(record) + "\n" for record in read_jsonl(self._path) if wanted(record)]

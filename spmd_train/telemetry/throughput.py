@@ -22,7 +22,7 @@ class Throughput:
     def record(
         self, step: int, metrics: Mapping[str, Any], seconds: float, waited: float
     ) -> dict[str, Any]:
-        """One line of `metrics.jsonl`, in the order INTERFACE promises."""
+        """One line of `metrics.jsonl`, in this order."""
         speed = self.tokens_per_step / seconds
         record: dict[str, Any] = {
             "step": step,

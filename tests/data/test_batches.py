@@ -36,7 +36,8 @@ def test_rows_are_the_windows_of_the_ids(length, extra, size, step):
     tokens = (np.arange(length + 1 + extra) * 37 % 251).astype(np.uint8)
     stream = Stream(tokens, length, size, seed=3)
     rows = stream.rows(step)
-    assert rows.dtype == np.int32 and rows.shape == (size, length + 1)
+    assert rows.dtype == np.int32
+    assert rows.shape == (size, length + 1)
     for row, window in zip(rows, stream.sample_ids(step), strict=True):
         start = int(window) * length
         assert row.tolist() == tokens[start : start + length + 1].tolist()

@@ -26,7 +26,8 @@ def text(tmp_path):
 
 def test_the_bundled_sample_needs_no_file():
     tokens = load(None, sequence_length=128, global_size=64)
-    assert tokens.ndim == 1 and tokens.size == 2**20
+    assert tokens.ndim == 1
+    assert tokens.size == 2**20
     assert bytes(tokens[:4]) == b"EMMA"
 
 
@@ -38,13 +39,15 @@ def refused(source, **settings):
     with pytest.raises(RequestError) as caught:
         load(source, **settings)
     message = str(caught.value)
-    assert "\n" not in message and message.endswith(".")
+    assert "\n" not in message
+    assert message.endswith(".")
     return message
 
 
 def test_missing_file(tmp_path):
     message = refused(tmp_path / "no.txt")
-    assert f"{tmp_path}/no.txt" in message and "does not exist" in message
+    assert f"{tmp_path}/no.txt" in message
+    assert "does not exist" in message
 
 
 def test_directory(tmp_path):
@@ -68,14 +71,16 @@ def test_not_utf8_names_the_offset(text):
 def test_shorter_than_one_global_batch_names_what_works(text):
     message = refused(text, sequence_length=10, global_size=5)  # 38 tokens: (38 - 1) // 10 = 3
     assert "38 tokens, which is 3 windows of sequence_length=10" in message
-    assert "batch.global_size=3 or less" in message and "sequence_length=7 or less" in message
+    assert "batch.global_size=3 or less" in message
+    assert "sequence_length=7 or less" in message
     assert load(text, sequence_length=10, global_size=3).size == 38
     assert load(text, sequence_length=7, global_size=5).size == 38
 
 
 def test_not_even_one_window(text):
     message = refused(text, sequence_length=64, global_size=100)
-    assert "0 windows" in message and "set " not in message
+    assert "0 windows" in message
+    assert "set " not in message
 
 
 def test_vocabulary_larger_than_the_model(text):

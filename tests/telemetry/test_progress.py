@@ -31,7 +31,8 @@ def test_plain_lines_first_every_and_last():
     assert lines[1] == (
         "step  20/105  loss 3.2145  grad_norm 1.23  lr 3.0e-03  12,345 tokens/s  eta 0:02:50"
     )
-    assert lines[0].endswith("eta -:--:--") and lines[-1].endswith("eta 0:00:00")
+    assert lines[0].endswith("eta -:--:--")
+    assert lines[-1].endswith("eta 0:00:00")
 
 
 def test_a_resumed_run_counts_its_pace_from_where_it_began():

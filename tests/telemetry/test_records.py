@@ -58,7 +58,8 @@ def test_events_carry_name_and_utc_time(tmp_path):
     with RunLog(tmp_path) as log:
         log.event("start", mesh={"data": 4})
     (event,) = strict(tmp_path / "events.jsonl")
-    assert list(event)[:2] == ["time", "event"] and event["mesh"] == {"data": 4}
+    assert list(event)[:2] == ["time", "event"]
+    assert event["mesh"] == {"data": 4}
     assert datetime.fromisoformat(event["time"]).utcoffset() == timedelta(0)
 
 
@@ -96,7 +97,8 @@ def test_resume_never_repeats_a_step(tmp_path):
         log.truncate_after(4)
         log.metrics({"step": 5})
     metrics = strict(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in metrics] == [1, 2, 3, 4, 5] and metrics[0]["loss"] == "nan"
+    assert [r["step"] for r in metrics] == [1, 2, 3, 4, 5]
+    assert metrics[0]["loss"] == "nan"
     assert len(strict(tmp_path / "events.jsonl")) == 7  # history is not rewritten
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
 
@@ -114,7 +116,7 @@ def test_read_missing_and_damaged(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for damage in ("{'step': 1}", "[1]"):
         path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 3}}\n')
-        with pytest.raises(RunError, match="metrics.jsonl line 2"):
+        with pytest.raises(RunError, match=r"metrics\.jsonl line 2"):
             read_jsonl(path)
 
 
