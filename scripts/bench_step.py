@@ -11,9 +11,13 @@ is shown, but on a shared machine only the ratio means something. The two steps 
 turns (A B A B ...), and the ratio is taken within each pair. Nothing is reported unless both sides
 of a comparison computed the same losses in their first steps.
 
+Smaller micro-batches fit the caches better, on one device too: a mesh may cost less than 1x1x1 with
+its one micro-batch of 16 rows. `--base-microbatches 8` takes that advantage away: two rows at a
+time, as every device of the default meshes has.
+
 From the root of the repository (`PYTHONPATH=.` where the package is not installed):
 
-    python scripts/bench_step.py                        # everything, 20 pairs: some 15 minutes
+    python scripts/bench_step.py                        # everything, 20 pairs: half an hour
     python scripts/bench_step.py --only a --pairs 5
     python scripts/bench_step.py --only 2x2x2 --remat full --json
 

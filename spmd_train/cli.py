@@ -23,8 +23,8 @@ class Train:
     """Train a model on a mesh of devices (the default command).
 
     Example: python -m spmd_train --mesh 4x2x4
-    Example: python -m spmd_train train --config configs/small.yaml --mesh data=2,model=2,stage=2
-    --set optim.lr=1e-3 --steps 1000 --out runs/a
+
+    Example: python -m spmd_train train --config small --mesh data=2,stage=2 --set optim.lr=1e-3
     """
 
     mesh: str | None = None

@@ -248,7 +248,7 @@ class Config(_Section):
     steps: int = Field(default=150, ge=1, description="Length of the run and of its lr schedule.")
     mesh: str | None = Field(
         default=None,
-        description="Mesh as 4x2x4 or data=4,model=2 or auto; null: all devices on data.",
+        description="Mesh as 4x2x4 or data=4,model=2; null: all devices on data.",
     )
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
@@ -263,7 +263,7 @@ class Config(_Section):
     @field_validator("mesh")
     @classmethod
     def _check_mesh(cls, value: str | None) -> str | None:
-        if value not in (None, "auto"):
+        if value is not None:
             try:
                 MeshShape.parse(value)
             except RequestError as error:  # pydantic collects ValueError only

@@ -32,8 +32,12 @@ from spmd_train.precision import master_of
 from spmd_train.sharding import Layout, tree_map_leaves
 from spmd_train.state import TrainState
 
-# At tiny shapes the time goes into LLVM's optimisations: without them a step compiles in half.
-FAST = {"xla_backend_optimization_level": 0}
+# At tiny shapes the time goes into compiling: without LLVM's optimisations a step takes a third of
+# it, without XLA's new fusion emitters (an option that JAX 0.12 no longer has) a sixth.
+FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 12):
+    FAST["xla_cpu_use_fusion_emitters"] = False
+DEFAULT: dict[str, Any] = {}
 
 _OPTIM = ("optim.lr=1e-3", "optim.warmup_steps=0", "optim.schedule=constant")
 
@@ -52,7 +56,7 @@ T1 = (
     *_OPTIM,
 )
 T1_LENGTHS = tuple(int(n) for n in np.random.default_rng(2).integers(0, 17, 64))
-assert 0 in T1_LENGTHS and 16 in T1_LENGTHS
+assert {0, 16} <= set(T1_LENGTHS)
 
 Arrays = dict[str, np.ndarray]
 
@@ -120,12 +124,13 @@ class Trained:
 class Run:
     """One configuration on one mesh; its step is compiled when first called."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, compiler_options: dict[str, Any] = FAST) -> None:
         assert config.mesh is not None
         mesh, _ = build_mesh(MeshShape.parse(config.mesh))
         self.config = config
         self.step, self.resolved = build_step(config, mesh)
         self.spec = self.step.spec
+        self.compiler_options = compiler_options
         self._compiled: Any = None
 
     def state(self, params: Any = None) -> TrainState:
@@ -150,7 +155,7 @@ class Run:
         """One step; `state` is donated."""
         if self._compiled is None:
             lowered = self.step.jitted().lower(state, batch)
-            self._compiled = lowered.compile(compiler_options=FAST)
+            self._compiled = lowered.compile(compiler_options=self.compiler_options)
         return self._compiled(state, batch)
 
     def gradients(self, state: TrainState, metrics: dict[str, Any]) -> Any:
@@ -277,7 +282,7 @@ def assert_same_weights(got: Trained, want: Trained, lr: float) -> None:
     for name, weights in want.params.items():
         size = np.abs(want.gradients[name])
         vague = (size < 1e-5 * size.max()) & (size > 0)
-        assert vague.mean() < 1e-3, name
+        assert vague.mean() < 0.02, name
         far = np.abs(got.params[name] - weights) > np.where(vague, 0.5, 1e-2) * lr
         assert not far.any(), (name, np.argwhere(far), got.params[name][far], weights[far])
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    FAST,
     T0,
     T0_LENGTHS,
     Run,
@@ -29,6 +30,7 @@ from helpers import (
 )
 
 from spmd_train.errors import RequestError
+from spmd_train.state import TrainState
 
 
 class TestP01Accumulation:
@@ -189,7 +191,7 @@ class TestP12Layers:
         ("mesh", "sets"), [("4x1x1", ()), ("1x1x1", ("batch.microbatches=4",))]
     )
     def test_six_rows_in_four_parts_are_refused(self, mesh, sets):
-        with pytest.raises(RequestError, match="batch.global_size=6 is not divisible"):
+        with pytest.raises(RequestError, match=r"batch\.global_size=6 is not divisible"):
             run(mesh, "batch.global_size=6", *sets, base=T0)
 
 
@@ -264,7 +266,7 @@ class TestP14TiedEmbedding:
             state = tied.state({**params, "embed": {"table": table.astype(np.float32)}})
             return float(tied(state, batch)[1]["loss"])
 
-        h = 0.02
+        h = 0.004
         slope = (loss(h) - loss(-h)) / (2 * h)
         np.testing.assert_allclose(slope, length, rtol=1e-3)
 
@@ -305,7 +307,7 @@ class TestP15Dropout:
         mask = self.masks("1x1x1", 1)
         flat = mask.reshape(8, -1)
         assert len(np.unique(flat, axis=0)) == 8  # data shards and micro-batches among them
-        assert len(np.unique(mask.reshape(128, 8), axis=0)) > 64
+        assert len(np.unique(mask.reshape(128, 8), axis=0)) > 32
         # Two layers with one mask would keep half, two independent ones a quarter.
         np.testing.assert_allclose(mask.mean(), 0.25, rtol=0, atol=0.05)
         for other in (self.masks("1x1x1", 1, first_step=1), self.masks("1x1x1", 1, seed=1)):
@@ -337,29 +339,36 @@ class TestP16Initialisation:
     @staticmethod
     def digests(mesh: str, *sets: str) -> dict[str, str]:
         made = run(mesh, *TestP16Initialisation.SETS, *sets)
-        params = made.unpadded(made.spec.init(made.config.seed).params)
+        params = made.unpadded(initialised(made).params)
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in params.items()}
 
     @pytest.mark.parametrize(
         ("mesh", "zero"), [("8x1x1", 1), ("1x8x1", 1), ("2x2x2", 3), ("1x2x4", 0), ("8x1x1", 3)]
     )
     def test_hashes_are_those_of_one_device(self, mesh, zero):
-        assert self.digests(mesh, f"parallel.zero={zero}") == _one_device_digests()
+        assert self.digests(mesh, f"parallel.zero={zero}") == one_device_digests()
 
-    def test_hashes_are_those_of_another_seed_nowhere(self):
+    def test_another_seed_has_other_hashes(self):
         other = self.digests("1x1x1", "seed=1")
-        same = {name for name, digest in _one_device_digests().items() if digest == other[name]}
+        same = {name for name, digest in one_device_digests().items() if digest == other[name]}
         assert all(name.endswith("scale") for name in same)  # norms start at one
 
     def test_padding_is_drawn_for_nobody(self):
         """61 rows padded to 64: the 61 are those of one device, the others zero."""
-        padded = run("1x2x4", "model.vocab=61")
-        table = np.asarray(padded.spec.init(0).params["embed"]["table"])
-        alone = np.asarray(run("1x1x1", "model.vocab=61").spec.init(0).params["embed"]["table"])
+        meshes = ("1x2x4", "1x1x1")
+        states = [initialised(run(mesh, "model.vocab=61", base=T0)) for mesh in meshes]
+        table, alone = (np.asarray(state.params["embed"]["table"]) for state in states)
         np.testing.assert_array_equal(table[:61], alone)
         assert not table[61:].any()
 
 
 @functools.cache
-def _one_device_digests() -> dict[str, str]:
+def one_device_digests() -> dict[str, str]:
     return TestP16Initialisation.digests("1x1x1")
+
+
+def initialised(made: Run) -> TrainState:
+    """`StateSpec.init` as a run calls it, compiled faster."""
+    spec = made.spec
+    init = jax.jit(spec.init, static_argnums=0, out_shardings=spec.shardings())
+    return init.lower(made.config.seed).compile(compiler_options=FAST)()

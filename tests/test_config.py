@@ -71,7 +71,6 @@ def test_own_architecture_and_mesh() -> None:
     config = parse("mesh: data=2,stage=2\nmodel: {block: my.models:build}")
     assert config.mesh == "data=2,stage=2"
     assert config.model.block == "my.models:build"
-    assert parse("mesh: auto").mesh == "auto"
 
 
 def test_frozen_and_hashable() -> None:

@@ -47,14 +47,16 @@ def play(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
             x = ("x", m, 0) if s == 0 else arriving_x[s]
             assert x == ("x", m, s), f"tick {t}: stage {s} wants micro-batch {m}, has {x}"
             slot = int(forward_slots[t, s])
-            assert slot < ring and slot not in rings[s], f"tick {t}: overwrites a live slot"
+            assert slot in range(ring)
+            assert slot not in rings[s], f"tick {t}: overwrites a live slot"
             rings[s][slot] = x
             forwards[s].append(m)
             next_x[(s + 1) % S] = ("x", m, s + 1)
         m = int(schedule.forward[t, -1])
         if m != IDLE:  # ... then the head, on the last stage's output ...
             slot = int(head_writes[t])
-            assert slot < head and slot not in head_ring, f"tick {t}: overwrites a head gradient"
+            assert slot in range(head)
+            assert slot not in head_ring, f"tick {t}: overwrites a head gradient"
             head_ring[slot] = ("dy", m, S - 1)
         for s in range(S):  # ... then all stages backward
             m = int(schedule.backward[t, s])
@@ -67,7 +69,7 @@ def play(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
             backwards[s].append(m)
             next_dy[s - 1] = ("dy", m, s - 1)
         arriving_x, arriving_dy = next_x, next_dy
-    assert not any(rings) and not head_ring
+    assert not any([*rings, head_ring]), "something was never used"
     return forwards, backwards
 
 
@@ -139,7 +141,10 @@ def test_never_idle_only_where_the_table_is_full(schedule):
     assert forward == (IDLE not in schedule.forward)
     assert backward == (IDLE not in schedule.backward)
     if schedule.num_stages == 1 and schedule.name == "1f1b":
-        assert forward and backward  # plain gradient accumulation: static trip counts
+        assert (forward, backward) == (
+            True,
+            True,
+        )  # plain gradient accumulation: static trip counts
 
 
 def test_one_f_one_b_is_the_table_drawn_in_the_docstring():

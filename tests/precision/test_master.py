@@ -27,7 +27,9 @@ def test_small_updates_are_not_rounded_away(direction):
         params = master_of(state).astype(BF16)
         updates, plain_state = plain.update(gradient, plain_state, alone)
         alone = optax.apply_updates(alone, updates)
-    np.testing.assert_allclose(master_of(state), 1.0 - 0.1 * direction, rtol=0, atol=2e-6)
+    # Between 1 and 2 float32 is twice as coarse, and rounds each of these steps the same way.
+    atol = 2e-6 if direction > 0 else 5e-6
+    np.testing.assert_allclose(master_of(state), 1.0 - 0.1 * direction, rtol=0, atol=atol)
     assert float(params[0]) == (0.8984375 if direction > 0 else 1.1015625)
     assert float(alone[0]) == 1.0
 
