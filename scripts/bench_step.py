@@ -45,6 +45,7 @@ import tyro
 from spmd_train.build import build_step, put_batch
 from spmd_train.config import Config, load
 from spmd_train.data.batches import Batch, micro_batched, shift
+from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.pipeline.layers import REMAT
 
@@ -101,7 +102,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.pairs < 1:
-            raise ValueError("--pairs must be at least 1")
+            raise RequestError("--pairs must be at least 1")
 
 
 # ------------------------------------------------------------------------------- the two contenders
@@ -384,13 +385,21 @@ def table(results: list[Comparison]) -> str:
 
 
 def main() -> int:
-    args = tyro.cli(Arguments)
+    try:
+        return run(tyro.cli(Arguments))
+    except RequestError as error:
+        say(str(error))
+        return 2
+
+
+def run(args: Arguments) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     for name in chosen_meshes(args.only):
         if (size := MeshShape.parse(name).size) > DEVICES:
-            say(f"--only {name}: needs {size} devices; this benchmark simulates {DEVICES}")
-            return 2
+            raise RequestError(
+                f"--only {name}: needs {size} devices; this benchmark simulates {DEVICES}"
+            )
     conditions = {
         "tokens": ROWS * LENGTH,
         "remat": args.remat,

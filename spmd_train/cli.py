@@ -5,6 +5,7 @@ Exit status: 0 done; 1 the run failed; 2 the request was wrong and nothing was s
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates; our messages say it once
     try:
         train(command) if isinstance(command, Train) else generate(command)
     except RequestError as error:

@@ -189,9 +189,7 @@ class OptimConfig(_Section):
 
     name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    warmup_steps: int = Field(
-        default=20, ge=0, description="Steps of linear warm-up; at most steps."
-    )
+    warmup_steps: int = Field(default=10, ge=0, description="Steps of linear warm-up.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="Shape of the learning rate after the warm-up."
     )
@@ -245,7 +243,7 @@ class Config(_Section):
     seed: int = Field(
         default=0, ge=0, le=2**32 - 1, description="Seed of initialisation, dropout and data order."
     )
-    steps: int = Field(default=150, ge=1, description="Length of the run and of its lr schedule.")
+    steps: int = Field(default=80, ge=1, description="Length of the run and of its lr schedule.")
     mesh: str | None = Field(
         default=None,
         description="Mesh as 4x2x4 or data=4,model=2; null: all devices on data.",

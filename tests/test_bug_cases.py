@@ -33,6 +33,11 @@ from spmd_train.errors import RequestError
 from spmd_train.state import TrainState
 
 
+def slow(*values: object) -> object:
+    """A case that differs from its neighbours in degree only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class TestP01Accumulation:
     """huggingface/transformers#35203: the mean over tokens, not the mean of means."""
 
@@ -60,7 +65,7 @@ class TestP01Accumulation:
         np.testing.assert_allclose(metrics["loss"], np.log(2), rtol=1e-6)
         assert metrics["tokens"] == 8
 
-    @pytest.mark.parametrize("ways", ["K=2", "K=4", "K=8", "D=2", "D=4"])
+    @pytest.mark.parametrize("ways", [slow("K=2"), "K=4", "K=8", "D=2", slow("D=4")])
     def test_any_split_of_t0_is_one_batch(self, ways):
         """Mask lengths 1, 16, 2, 15, 3, 14, 4, 13; K micro-batches or D data shards."""
         kind, n = ways.split("=")
@@ -124,7 +129,7 @@ class TestP10PaddedVocabulary:
         state, metrics = padded(padded.state(params), padded.batch(rows))
         return padded, padded.gradients(state, metrics), metrics
 
-    @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "1x4x1", "1x2x2"])
+    @pytest.mark.parametrize("mesh", ["1x1x1", slow("1x2x1"), "1x4x1", "1x2x2"])
     def test_ten_rows_on_any_mesh(self, mesh):
         """ln 10 = 2.302585, not ln 12 = 2.484907; padded rows have a gradient of exactly 0."""
         padded, gradients, metrics = self.zero_head(mesh, 10)
@@ -180,7 +185,7 @@ class TestP12Layers:
         with pytest.raises(RequestError, match="stage=4 does not divide 30 layers"):
             run("1x1x4", "model.layers=30", base=T0)
 
-    @pytest.mark.parametrize("stages", [2, 3])
+    @pytest.mark.parametrize("stages", [slow(2), 3])
     def test_six_layers_on_stages_that_divide_are_six(self, stages):
         six = ("model.layers=6", "batch.microbatches=2")
         got = train(f"1x1x{stages}", *six, base=T0)
@@ -217,7 +222,7 @@ class TestP13OneNorm:
 
     TIGHT = ("model.tied=true", "optim.clip_norm=0.1", "batch.microbatches=2")
 
-    @pytest.mark.parametrize("stages", [2, 4])
+    @pytest.mark.parametrize("stages", [slow(2), 4])
     def test_norm_and_weights_of_t0(self, stages):
         """Clipping at 0.1 on every step; the tied matrix counts once (also P14)."""
         got = train(f"1x1x{stages}", *self.TIGHT, base=T0)
@@ -237,7 +242,7 @@ class TestP14TiedEmbedding:
 
     TIED = TestP13OneNorm.TIGHT
 
-    @pytest.mark.parametrize("stages", [2, 4])
+    @pytest.mark.parametrize("stages", [slow(2), 4])
     def test_five_steps_equal_one_stage(self, stages):
         got = train(f"1x1x{stages}", *self.TIED, base=T0)
         assert "head/matrix" not in got.params  # stored once
@@ -320,7 +325,7 @@ class TestP15Dropout:
         [
             ("2x2x2", ("batch.microbatches=2",)),
             ("1x1x1", ("pipeline.remat=none", "batch.microbatches=4")),
-            ("1x1x2", ("pipeline.remat=stage", "batch.microbatches=4")),
+            slow("1x1x2", ("pipeline.remat=stage", "batch.microbatches=4")),
         ],
         ids=["mesh", "kept", "recomputed from the stage's input"],
     )
@@ -343,7 +348,8 @@ class TestP16Initialisation:
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in params.items()}
 
     @pytest.mark.parametrize(
-        ("mesh", "zero"), [("8x1x1", 1), ("1x8x1", 1), ("2x2x2", 3), ("1x2x4", 0), ("8x1x1", 3)]
+        ("mesh", "zero"),
+        [("8x1x1", 1), slow("1x8x1", 1), ("2x2x2", 3), ("1x2x4", 0), slow("8x1x1", 3)],
     )
     def test_hashes_are_those_of_one_device(self, mesh, zero):
         assert self.digests(mesh, f"parallel.zero={zero}") == one_device_digests()

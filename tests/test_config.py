@@ -29,7 +29,7 @@ def refusal(text: str = "{}", *overrides: str, **top: object) -> str:
 
 def test_default_is_the_bundled_tiny() -> None:
     config = load()
-    assert (config.name, config.steps, config.mesh) == ("tiny", 150, None)
+    assert (config.name, config.steps, config.mesh) == ("tiny", 80, None)
     assert (config.model.layers, config.model.vocab, config.batch.global_size) == (4, 256, 32)
     assert config.optim.lr == 3e-3
     assert config.model == ModelConfig()

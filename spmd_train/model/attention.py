@@ -7,7 +7,7 @@
 - `splash`: the Pallas TPU kernel.
 
 Axes: B batch, T query position, S key position, N KV heads, G query heads per KV head,
-H = N*G heads, E head_dim.
+H = N*G heads, E head_dim, R rows (query position, query head of the group).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import lax
 
 from spmd_train.sharding import Layout
 
-BLOCK = 512  # positions; a [B, H, 512, 512] float32 tile of scores is held at a time
+BLOCK = 128  # positions; a [B, H, 128, 128] float32 tile of scores is held at a time
 MASKED = -1e30  # finite: an all-masked row stays free of NaN
 
 
@@ -85,80 +85,75 @@ def blockwise(q: jax.Array, k: jax.Array, v: jax.Array, block: int = BLOCK) -> j
         block: tile size; T is padded up to a multiple of it (causality hides the padding).
     """
     B, T, H, E = q.shape
-    N = k.shape[2]
-    block = min(block, T)
+    N, block = k.shape[2], min(block, T)
     pad = -T % block
     if pad:
         q, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0), (0, 0))) for a in (q, k, v))
-    out = _flash(q.reshape(B, T + pad, N, H // N, E), k, v, block)
+    # Batch dimensions first, so that every product is a plain batched matrix product (on CPU up to
+    # three times as fast), and the G query heads of a KV head as rows of one matrix.
+    rows = q.reshape(B, T + pad, N, H // N, E).transpose(0, 2, 1, 3, 4).reshape(B, N, -1, E)
+    out = _flash(rows, k.swapaxes(1, 2), v.swapaxes(1, 2), block)
+    out = out.reshape(B, N, T + pad, H // N, E).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T + pad, H, E)[:, :T]
 
 
-def _pairs(blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The causal (query block, key block) pairs, row by row: a static trip count."""
-    rows, columns = np.tril_indices(blocks)
-    return rows.astype(np.int32), columns.astype(np.int32)
-
-
 def _walk(body: Any, carry: Any, blocks: int) -> Any:
-    """Fold `body(carry, i, j)` over the causal pairs of blocks; no loop where there is one."""
+    """Fold `body(carry, i, j)` over the causal (query block, key block) pairs, row by row.
+
+    A static trip count; no loop where there is one block.
+    """
     if blocks == 1:
         return body(carry, 0, 0)
-    return lax.scan(lambda c, ij: (body(c, *ij), None), carry, _pairs(blocks))[0]
+    pairs = tuple(a.astype(np.int32) for a in np.tril_indices(blocks))
+    return lax.scan(lambda c, ij: (body(c, *ij), None), carry, pairs)[0]
 
 
-def _take(x: jax.Array, i: Any, block: int) -> jax.Array:
-    """Block i of `x` along axis 1."""
-    if x.shape[1] == block:
-        return x
-    return lax.dynamic_slice_in_dim(x, i * block, block, axis=1)
+def _take(x: jax.Array, i: Any, size: int) -> jax.Array:
+    """Block i of `x` [B, N, rows, ...]."""
+    return x if x.shape[2] == size else lax.dynamic_slice_in_dim(x, i * size, size, axis=2)
 
 
-def _put(x: jax.Array, value: jax.Array, i: Any, block: int) -> jax.Array:
-    if x.shape[1] == block:
+def _put(x: jax.Array, value: jax.Array, i: Any, size: int) -> jax.Array:
+    if x.shape[2] == size:
         return value
-    return lax.dynamic_update_slice_in_dim(x, value, i * block, axis=1)
+    return lax.dynamic_update_slice_in_dim(x, value, i * size, axis=2)
 
 
-def _scores(q: jax.Array, k: jax.Array, i: Any, j: Any, block: int) -> jax.Array:
-    """Masked float32 scores [B, N, G, T, S] of query block i against key block j."""
-    s = jnp.einsum("btnge,bsne->bngts", q, k, preferred_element_type=jnp.float32)
-    s = s * q.shape[-1] ** -0.5
-    position = jnp.arange(block)
-    visible = i * block + position[:, None] >= j * block + position[None, :]
-    return jnp.where(visible, s, MASKED)
+def _scores(q: jax.Array, k: jax.Array, i: Any, j: Any) -> jax.Array:
+    """Masked float32 scores [B, N, R, S] of query block i against key block j."""
+    rows, block = q.shape[2], k.shape[2]
+    s = jnp.einsum("bnre,bnse->bnrs", q, k, preferred_element_type=jnp.float32)
+    position = i * block + jnp.arange(rows) // (rows // block)
+    visible = position[:, None] >= j * block + jnp.arange(block)
+    return jnp.where(visible, s * q.shape[-1] ** -0.5, MASKED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
+    """q [B, N, R, E] with R = T*G rows (t, g), k and v [B, N, T, E] -> [B, N, R, E]."""
     return _flash_forward(q, k, v, block)[0]
 
 
 def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> tuple[jax.Array, Any]:
-    """q [B, T, N, G, E] -> output, and the row-wise log-sum-exp [B, T, N, G]."""
-    B, T, N, G, E = q.shape
+    T = k.shape[2]
+    rows = block * (q.shape[2] // T)
 
     def body(carry: Any, i: Any, j: Any) -> Any:
         out, top, total = carry  # running numerator, maximum and denominator of every row
-        s = _scores(_take(q, i, block), _take(k, j, block), i, j, block)
-        old = _take(top, i, block)
-        new = jnp.maximum(old, jnp.moveaxis(s.max(-1), 3, 1))
-        p = jnp.exp(s - jnp.moveaxis(new, 1, 3)[..., None])
+        s = _scores(_take(q, i, rows), _take(k, j, block), i, j)
+        old = _take(top, i, rows)
+        new = jnp.maximum(old, s.max(-1))
+        p = jnp.exp(s - new[..., None])
         shrink = jnp.exp(old - new)
-        added = jnp.einsum(
-            "bngts,bsne->btnge",
-            p.astype(v.dtype),
-            _take(v, j, block),
-            preferred_element_type=jnp.float32,
-        )
+        added = _dot("bnrs,bnse->bnre", p.astype(v.dtype), _take(v, j, block))
         return (
-            _put(out, _take(out, i, block) * shrink[..., None] + added, i, block),
-            _put(top, new, i, block),
-            _put(total, _take(total, i, block) * shrink + jnp.moveaxis(p.sum(-1), 3, 1), i, block),
+            _put(out, _take(out, i, rows) * shrink[..., None] + added, i, rows),
+            _put(top, new, i, rows),
+            _put(total, _take(total, i, rows) * shrink + p.sum(-1), i, rows),
         )
 
-    rows = jnp.zeros((B, T, N, G), jnp.float32)
-    start = (jnp.zeros(q.shape, jnp.float32), rows + MASKED, rows)
+    zero = jnp.zeros(q.shape[:3], jnp.float32)
+    start = (jnp.zeros(q.shape, jnp.float32), zero + MASKED, zero)
     out, top, total = _walk(body, start, T // block)
     out = (out / total[..., None]).astype(q.dtype)
     return out, (q, k, v, out, top + jnp.log(total))
@@ -166,25 +161,23 @@ def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> tupl
 
 def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[jax.Array, ...]:
     q, k, v, out, lse = saved
-    T, E = q.shape[1], q.shape[-1]
+    T, E = k.shape[2:]
+    rows = block * (q.shape[2] // T)
     # rowsum(dO * O) is what the softmax's backward subtracts from every score's gradient
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
 
     def body(carry: Any, i: Any, j: Any) -> Any:
         dq, dk, dv = carry
-        qi, kj, vj = _take(q, i, block), _take(k, j, block), _take(v, j, block)
-        di = _take(d_out, i, block)
-        row = partial(jnp.moveaxis, source=1, destination=3)
-        s = _scores(qi, kj, i, j, block)
-        p = jnp.exp(s - row(_take(lse, i, block))[..., None])
-        dp = jnp.einsum("btnge,bsne->bngts", di, vj, preferred_element_type=jnp.float32)
-        ds = (p * (dp - row(_take(delta, i, block))[..., None]) * E**-0.5).astype(q.dtype)
+        qi, kj, vj = _take(q, i, rows), _take(k, j, block), _take(v, j, block)
+        di = _take(d_out, i, rows)
+        p = jnp.exp(_scores(qi, kj, i, j) - _take(lse, i, rows)[..., None])
+        dp = _dot("bnre,bnse->bnrs", di, vj)
+        ds = (p * (dp - _take(delta, i, rows)[..., None]) * E**-0.5).astype(q.dtype)
         p = p.astype(q.dtype)
-        dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
         return (
-            _put(dq, _take(dq, i, block) + dot("bngts,bsne->btnge", ds, kj), i, block),
-            _put(dk, _take(dk, j, block) + dot("bngts,btnge->bsne", ds, qi), j, block),
-            _put(dv, _take(dv, j, block) + dot("bngts,btnge->bsne", p, di), j, block),
+            _put(dq, _take(dq, i, rows) + _dot("bnrs,bnse->bnre", ds, kj), i, rows),
+            _put(dk, _take(dk, j, block) + _dot("bnrs,bnre->bnse", ds, qi), j, block),
+            _put(dv, _take(dv, j, block) + _dot("bnrs,bnre->bnse", p, di), j, block),
         )
 
     start = tuple(jnp.zeros(a.shape, jnp.float32) for a in (q, k, v))
@@ -192,4 +185,5 @@ def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[jax.Array
     return tuple(g.astype(a.dtype) for g, a in zip(gradients, (q, k, v), strict=True))
 
 
+_dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _flash.defvjp(_flash_forward, _flash_backward)
