@@ -120,6 +120,11 @@ def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int]
             f"--resume: {session.run.checkpoints} holds no complete checkpoint; "
             "start the run again in another directory."
         )
+    if latest > session.config.steps:
+        raise RequestError(
+            f"--steps {session.config.steps} is less than the {latest} steps {session.run.path} has "
+            f"taken; give {latest} or more."
+        )
     saved, meta = checkpoints.restore(latest, spec.abstract_canonical())
     if meta["data"] != session.data_fingerprint:
         raise RequestError(

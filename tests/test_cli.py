@@ -134,6 +134,7 @@ def test_resume_refuses_what_would_change_the_run(
 def test_a_run_resumed_at_its_end_is_already_done(whole_run: Path) -> None:
     before = losses(whole_run)
     assert run("--out", whole_run, "--resume") == 0
+    assert run("--out", whole_run, "--resume", "--steps", 5) == 2  # fewer than it has taken
     assert losses(whole_run) == before
 
 
