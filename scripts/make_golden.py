@@ -85,7 +85,11 @@ def make(out: Path) -> None:
         values = compute(model, tokens, LENGTHS)
         config_json = json.dumps(model.config.to_diff_dict() | {"model_type": kind})
         np.savez(
-            out / f"{name}.npz", tokens=tokens, target_lengths=LENGTHS, config_json=config_json, **values
+            out / f"{name}.npz",
+            tokens=tokens,
+            target_lengths=LENGTHS,
+            config_json=config_json,
+            **values,
         )
 
 

@@ -54,7 +54,13 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     policy = resolve_policy(config.precision, platform)
     resolved = Resolved(
         policy=policy.name,
-        attention=resolve_attention(config.model.attention, platform, policy.compute),
+        attention=resolve_attention(
+            config.model.attention,
+            platform,
+            policy.compute,
+            config.batch.sequence_length,
+            config.model.head_dim,
+        ),
         schedule=config.pipeline.schedule if config.pipeline.schedule != "auto" else "1f1b",
         remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
         sequence_parallel=sequence_parallel_on(config, shape),

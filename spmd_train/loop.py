@@ -122,8 +122,8 @@ def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int]
         )
     if latest > session.config.steps:
         raise RequestError(
-            f"--steps {session.config.steps} is less than the {latest} steps {session.run.path} has "
-            f"taken; give {latest} or more."
+            f"--steps {session.config.steps} is less than the {latest} steps that "
+            f"{session.run.path} has taken; give {latest} or more."
         )
     saved, meta = checkpoints.restore(latest, spec.abstract_canonical())
     if meta["data"] != session.data_fingerprint:

@@ -16,9 +16,9 @@ from spmd_train.data.source import load_tokens
 from spmd_train.data.tokenizer import tokenizer
 assert spmd_train.__file__.startswith(sys.argv[1]), spmd_train.__file__
 assert {"tiny", "small", "llama-1b", "llama-7b", "llama-30b", "llama-70b"} <= set(bundled_configs())
-tokens = load_tokens(
-    None, tokenizer("bytes"), model_vocab=256, sequence_length=128, global_size=load().batch.global_size
-)
+size = load().batch.global_size
+text = tokenizer("bytes")
+tokens = load_tokens(None, text, model_vocab=256, sequence_length=128, global_size=size)
 print(tokens.size)
 """
 

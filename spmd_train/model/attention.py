@@ -27,13 +27,16 @@ BLOCK = 128  # positions; a [B, H, 128, 128] float32 tile of scores is held at a
 MASKED = -1e30  # finite: an all-masked row stays free of NaN
 
 
-def resolve_attention(choice: str, platform: str, compute: Any) -> str:
-    """The implementation for `platform`; `auto` takes the fused kernel where one applies."""
+def resolve_attention(choice: str, platform: str, compute: Any, length: int, head_dim: int) -> str:
+    """The implementation for `platform`; `auto` takes the fused kernel where it applies.
+
+    cuDNN takes 16-bit heads of up to 128 columns, in eights; splash whole tiles of 128 positions.
+    """
     if choice != "auto":
         return choice
     if platform == "gpu" and jnp.dtype(compute).itemsize == 2:
-        return "cudnn"
-    return "splash" if platform == "tpu" else "xla"
+        return "cudnn" if head_dim % 8 == 0 and head_dim <= 128 else "xla"
+    return "splash" if platform == "tpu" and length % 128 == 0 else "xla"
 
 
 def attend(

@@ -166,9 +166,19 @@ def test_replicated_kv_heads_are_repeated_for_every_shard():
         np.testing.assert_allclose(split, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
 
 
-def test_auto_takes_the_fused_kernel_where_one_applies():
-    assert resolve_attention("auto", "cpu", jnp.float32) == "xla"
-    assert resolve_attention("auto", "gpu", jnp.bfloat16) == "cudnn"
-    assert resolve_attention("auto", "gpu", jnp.float32) == "xla"  # cuDNN is 16-bit only
-    assert resolve_attention("auto", "tpu", jnp.bfloat16) == "splash"
-    assert resolve_attention("xla", "tpu", jnp.bfloat16) == "xla"
+@pytest.mark.parametrize(
+    ("platform", "compute", "length", "head_dim", "expected"),
+    [
+        ("cpu", "bfloat16", 2048, 128, "xla"),
+        ("gpu", "bfloat16", 2048, 128, "cudnn"),
+        ("gpu", "float32", 2048, 128, "xla"),
+        ("gpu", "bfloat16", 2048, 132, "xla"),
+        ("tpu", "bfloat16", 2048, 128, "splash"),
+        ("tpu", "bfloat16", 1000, 128, "xla"),
+    ],
+)
+def test_auto_takes_a_fused_kernel_only_where_it_applies(
+    platform, compute, length, head_dim, expected
+):
+    assert resolve_attention("auto", platform, compute, length, head_dim) == expected
+    assert resolve_attention("xla", platform, compute, length, head_dim) == "xla"
