@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_train.data.batches import IGNORE, Batch, Stream, micro_batched, prefetch, shift
@@ -31,7 +31,6 @@ def test_golden_order():
     size=st.integers(1, 12),
     step=st.integers(0, 10**9),
 )
-@settings(deadline=None)
 def test_rows_are_the_windows_of_the_ids(length, extra, size, step):
     tokens = (np.arange(length + 1 + extra) * 37 % 251).astype(np.uint8)
     stream = Stream(tokens, length, size, seed=3)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_train.data.tokenizer import ByteTokenizer, tokenizer
@@ -10,7 +10,6 @@ from spmd_train.errors import RequestError
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_every_text_round_trips(text):
     ids = ByteTokenizer().encode(text)
     assert ids.dtype == np.uint8
