@@ -288,7 +288,7 @@ def assert_same_weights(got: Trained, want: Trained, lr: float) -> None:
 
 
 def assert_same_training(got: Trained, want: Trained, lr: float = 1e-3) -> None:
-    """ARCHITECTURE.md section 5, in its order."""
+    """docs/design.md, in its order."""
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_allclose(got.losses[0], want.losses[0], rtol=1e-6)
     assert_same_gradients(got.gradients, want.gradients)

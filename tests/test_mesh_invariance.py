@@ -2,7 +2,7 @@
 
 The full product is thousands of compilations, so a greedy all-pairs cover: every two values of two
 different factors meet in some run. Its first ten rows, one for each factorisation of 8, are the
-default set; the whole cover runs with `-m slow`. Tolerances: ARCHITECTURE.md section 5.
+default set; the whole cover runs with `-m slow`. Tolerances: docs/design.md.
 """
 
 from __future__ import annotations

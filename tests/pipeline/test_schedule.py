@@ -112,7 +112,7 @@ def test_messages_are_used_exactly_one_tick_later(schedule):
 
 @given(st.integers(1, 8), st.integers(1, 16))
 def test_in_flight_is_the_closed_form_of_each_schedule(S, M):
-    """Lock step holds up to 2(S-1-s)+1 micro-batches at stage s (ARCHITECTURE.md section 3.4)."""
+    """Lock step holds up to 2(S-1-s)+1 micro-batches at stage s (docs/design.md, fact 4)."""
     one_f_one_b, gpipe = make_schedule("1f1b", S, M), make_schedule("gpipe", S, M)
     assert one_f_one_b.in_flight.tolist() == [min(M, 2 * (S - 1 - s) + 1) for s in range(S)]
     assert gpipe.in_flight.tolist() == [M] * S
