@@ -1,6 +1,6 @@
 """How much CPU time a training step costs, as a ratio to what it is measured against.
 
-Two questions, both at the shape of survey of 2026 (8 layers, width 512, 16 rows of 256
+Two questions, both at one shape (8 layers, width 512, 16 rows of 256
 tokens, FP32, AdamW with clipping), on CPU, in one process with 8 simulated devices:
 
     (a)  handwritten -> 1x1x1    what does the trainer add to a plain single-device JAX step?
@@ -71,7 +71,7 @@ PIPELINE_ROWS = 2  # rows in a micro-batch of a pipeline, unless --microbatches 
 WARM_UP = 2  # steps that compile, settle and prove that both sides compute the same
 SAME_LOSS = 1e-5
 
-# Wall / CPU seconds a step: survey of 2026, by the mesh each is nearest to.
+# Wall / CPU seconds a step: a survey of 2026, by the mesh each is nearest to.
 PUBLISHED = {
     "1x1x1": "MaxText 7.3/14.1, PyTorch 5.4/9.6, Levanter 7.8/14.4",
     "8x1x1": "MaxText 6.9/13.3 (FSDP 5.7/11.0), PyTorch 5.0/10.0 (2 processes)",
@@ -378,7 +378,7 @@ def table(results: list[Comparison]) -> str:
             *padded,
             "Pairs of figures are this step's | those of what it is measured against.",
             "Others, wall/CPU s a step, measured elsewhere: a quiet 2-core machine of this kind",
-            "(survey of 2026). Compare them with the seconds above only on one such.",
+            "(a survey of 2026). Compare them with the seconds above only on one such.",
             *published,
         ]
     )

@@ -1,6 +1,6 @@
 """What the compiled step really communicates, read from XLA's own text.
 
-Mesh 2x2x2, devices laid out as (data, stage, model). Rules checked: ARCHITECTURE.md sections 3.2
+Mesh 2x2x2, devices laid out as (data, stage, model). Rules checked: docs/design.md, facts 1
 (gradients cross data once), 3.5 and 3.8 (sends outside the layer loops, sums in float32).
 """
 
