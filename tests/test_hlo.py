@@ -1,7 +1,7 @@
 """What the compiled step really communicates, read from XLA's own text.
 
 Mesh 2x2x2, devices laid out as (data, stage, model). Rules checked: docs/design.md, facts 1
-(gradients cross data once), 3.5 and 3.8 (sends outside the layer loops, sums in float32).
+(gradients cross data once), 5, 8 and 9 (sends outside the layer loops, sums in float32).
 """
 
 from __future__ import annotations
