@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from spmd_train.mesh import MeshShape
+from spmd_train.mesh import AXES, MeshShape
 from spmd_train.model import build_model
 from spmd_train.model.attention import resolve_attention
 from spmd_train.optim import learning_rate, make_optimizer
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from spmd_train.config import Config
-
-PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,14 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     """Everything static about a run.
 
     Args:
-        platform: of the devices the step is for; by default those of `mesh`.
+        platform: "cpu", "gpu" or "tpu", the devices the step is for; by default those of `mesh`.
 
     Raises:
         RequestError: the configuration does not fit the mesh; nothing was compiled.
     """
-    shape = MeshShape(**{axis: mesh.shape[axis] for axis in ("data", "model", "stage")})
+    shape = MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
     validate_shape(config, shape)
-    device_platform = platform or mesh.devices.flat[0].platform
-    platform = PLATFORMS.get(device_platform, device_platform)
+    platform = platform or mesh.devices.flat[0].platform
     policy = resolve_policy(config.precision, platform)
     resolved = Resolved(
         policy=policy.name,

@@ -31,19 +31,15 @@ class Policy:
         name: what a run prints and records.
         compute: the parameters the forward pass reads, and the activations.
         accumulate: gradient accumulators over micro-batches.
-        reduce: every sum that crosses devices.
-        master: the parameters the optimizer updates.
-        moments: the optimizer's running averages.
-        logits: the head's output, the softmax and the loss.
+        master: the parameters the optimizer updates; its moments follow them.
+
+    Sums across devices, logits, softmax and loss are float32 in every policy.
     """
 
     name: str
     compute: DType
     accumulate: DType = jnp.float32
-    reduce: DType = jnp.float32
     master: DType = jnp.float32
-    moments: DType = jnp.float32
-    logits: DType = jnp.float32
 
     @property
     def has_master(self) -> bool:
