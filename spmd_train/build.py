@@ -48,7 +48,7 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     shape = MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
     validate_shape(config, shape)
     platform = platform or mesh.devices.flat[0].platform
-    policy = resolve_policy(config.precision, platform)
+    policy = resolve_policy(config.precision, platform, config.optim.betas[0])
     resolved = Resolved(
         policy=policy.name,
         attention=resolve_attention(

@@ -172,26 +172,107 @@ class PipelineConfig(_Section):
     )
 
 
-class PrecisionConfig(_Section):
-    """In which number formats the step computes."""
+class LossScaleConfig(_Section):
+    """How far the loss is scaled up, so that small fp16 gradients do not vanish."""
 
-    policy: Literal["auto", "fp32", "bf16"] = Field(
+    rule: Literal["auto", "none", "static", "dynamic"] = Field(
+        default="auto", description="auto: dynamic for fp16 compute, none for the others."
+    )
+    initial: float = Field(
+        default=65536.0, gt=0, description="Scale at the start; a static scale stays there."
+    )
+    growth_interval: int = Field(
+        default=2000, ge=1, description="Clean steps, none of them skipped, before it grows."
+    )
+    factor: float = Field(default=2.0, gt=1, description="What it grows by.")
+    backoff: float = Field(
+        default=0.5, gt=0, lt=1, description="What an overflow multiplies it by."
+    )
+    hysteresis: int = Field(
+        default=1, ge=1, description="Overflows before it backs off; refilled only when it grows."
+    )
+    min: float = Field(default=1.0, gt=0, description="Lowest scale.")
+    max: float = Field(default=2.0**24, gt=0, le=2.0**126, description="Highest scale.")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> LossScaleConfig:
+        if not self.min <= self.initial <= self.max:
+            raise ValueError(
+                f"precision.loss_scale.initial={self.initial:g} is not between "
+                f"precision.loss_scale.min={self.min:g} and precision.loss_scale.max={self.max:g}; "
+                f"nearest value that is: {min(max(self.initial, self.min), self.max):g}."
+            )
+        return self
+
+
+class PrecisionConfig(_Section):
+    """In which number formats the step computes, sums and stores."""
+
+    policy: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto", description="Precision recipe; auto chooses by platform."
     )
-    compute: Literal["auto", "float32", "bfloat16"] = Field(
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Type of the forward and backward pass; auto means the policy's.",
+    )
+    accumulate: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Type in which micro-batches' gradients add up."
+    )
+    compensated: bool = Field(
+        default=False, description="Whether gradients add up with Kahan's compensation."
+    )
+    reduce: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type in which gradients cross data; they are summed in float32.",
+    )
+    master: Literal["auto", "float32", "float64", "bfloat16"] = Field(
+        default="auto", description="Type of the parameters the optimizer updates."
+    )
+    logits: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Type of the logits; the softmax is float32."
+    )
+    moments: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Type of the optimizer's first moment; the second is float32."
+    )
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    fp8_scaling: Literal["current", "delayed"] = Field(
+        default="current",
+        description="Whether fp8 scales come from the tensor itself, or from the steps before.",
+    )
+    fp8_history: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Steps whose largest values delayed scaling looks at.",
+    )
+    reproducible: bool = Field(
+        default=False,
+        description="Whether every (data, stage) mesh of one model size gives the same bits.",
+    )
+    logical_shards: int = Field(
+        default=8,
+        ge=1,
+        description="Parts of a reproducible sum, whatever the mesh: a power of two.",
+    )
+    allow_unsafe: bool = Field(
+        default=False, description="Whether combinations that lose information are accepted."
     )
 
 
 class OptimConfig(_Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    name: Literal["adamw", "adafactor", "lion", "muon"] = Field(
+        default="adamw", description="The optimizer."
+    )
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(default=10, ge=0, description="Steps of linear warm-up.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="Shape of the learning rate after the warm-up."
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="Shape of the learning rate after the warm-up; wsd: stable, then a decay.",
+    )
+    decay_fraction: float = Field(
+        default=0.1, gt=0, le=1, description="Share of all steps in which wsd decays, at the end."
     )
     final_lr_fraction: float = Field(
         default=0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr."
@@ -200,7 +281,9 @@ class OptimConfig(_Section):
         Annotated[float, Field(ge=0, lt=1)],
         Annotated[float, Field(ge=0, lt=1)],
     ] = Field(default=(0.9, 0.95), strict=False, description="Decay rates of Adam's two moments.")
-    eps: float = Field(default=1e-8, gt=0, description="Constant added to Adam's denominator.")
+    eps: float = Field(
+        default=1e-8, ge=1e-30, description="Constant added to Adam's denominator, in float32."
+    )
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     decay_exclude: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
         default=("norms", "biases", "embeddings"),
@@ -209,6 +292,37 @@ class OptimConfig(_Section):
     )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Largest global gradient norm; null means no clipping."
+    )
+
+
+class GuardConfig(_Section):
+    """What is done about a step that would damage the run."""
+
+    max_consecutive_skips: int = Field(
+        default=50, ge=1, description="Bad steps in a row after which the run stops."
+    )
+    diagnoses: int = Field(
+        default=8, ge=0, description="Bad steps of a run that are run again to find the cause."
+    )
+    spike_sigma: float | None = Field(
+        default=None,
+        gt=0,
+        description="Skip a loss or gradient norm this many deviations above the window's mean "
+        "(OLMo: 6); null means never.",
+    )
+    spike_window: int = Field(
+        default=128, ge=4, description="Steps in the window; it acts once half full."
+    )
+    rollback_after: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bad steps in a row after which the last checkpoint is restored and the data "
+        "since then left out; null means never.",
+    )
+    replicas_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two comparisons of the replicas over data; 0 means never.",
     )
 
 
@@ -254,6 +368,7 @@ class Config(_Section):
     pipeline: PipelineConfig = PipelineConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
+    guard: GuardConfig = GuardConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -362,10 +477,12 @@ def _override(tree: dict[str, Any], text: str) -> dict[str, Any]:
         raise RequestError(f"--set {text}: {key} is a group; set one of {_SCHEMA.names_in(key)}.")
     if key not in _SCHEMA.keys:
         raise RequestError(unknown_key(_SCHEMA, key))
-    section, _, leaf = key.rpartition(".")
-    parsed = read_yaml(value, f"--set {text}")
-    if not section:
-        return {**tree, leaf: parsed}
-    inner = tree.get(section, {})
-    # A group that is no mapping is left as it is: validation reports it.
-    return {**tree, section: {**inner, leaf: parsed}} if isinstance(inner, dict) else tree
+    return _with(tree, key.split("."), read_yaml(value, f"--set {text}"))
+
+
+def _with(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """`tree` with one value replaced; a group that is no mapping is left for validation."""
+    if len(path) == 1:
+        return {**tree, path[0]: value}
+    inner = tree.get(path[0], {})
+    return {**tree, path[0]: _with(inner, path[1:], value)} if isinstance(inner, dict) else tree

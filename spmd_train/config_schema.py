@@ -43,21 +43,32 @@ class Schema:
     def of(cls, config: type[BaseModel]) -> Schema:
         keys: list[Key] = []
         sections: list[str] = []
-        for name, info in config.model_fields.items():
-            section = info.annotation
-            if isinstance(section, type) and issubclass(section, BaseModel):
-                sections.append(name)
-                keys += (_key(f"{name}.{leaf}", i) for leaf, i in section.model_fields.items())
-            else:
-                keys.append(_key(name, info))
+
+        def collect(model: type[BaseModel], prefix: str) -> None:
+            for leaf, info in model.model_fields.items():
+                name, section = prefix + leaf, info.annotation
+                if isinstance(section, type) and issubclass(section, BaseModel):
+                    sections.append(name)
+                    collect(section, f"{name}.")
+                else:
+                    keys.append(_key(name, info))
+
+        collect(config, "")
         return cls({key.name: key for key in keys}, tuple(sections))
 
+    def section_of(self, name: str) -> str:
+        """The innermost section that a dotted name stands in; "" for the top level."""
+        section = name.rpartition(".")[0]
+        while section and section not in self.sections:
+            section = section.rpartition(".")[0]
+        return section
+
     def names_in(self, section: str) -> str:
-        """The keys of a section, listed; of no section, the top-level keys and the sections."""
-        if section in self.sections:
-            prefix = f"{section}."
-            return listed(n.removeprefix(prefix) for n in self.keys if n.startswith(prefix))
-        return listed([*(name for name in self.keys if "." not in name), *self.sections])
+        """The keys and groups of a section, listed; of no section, those of the top level."""
+        prefix = f"{section}." if section in self.sections else ""
+        names = (*self.keys, *self.sections)
+        inside = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
+        return listed(n for n in inside if "." not in n)
 
 
 def _key(name: str, info: FieldInfo) -> Key:
@@ -110,20 +121,20 @@ def _shown(value: Any) -> str:
 def explain(schema: Schema, error: ErrorDetails, tree: Mapping[str, Any]) -> Iterator[str]:
     """One of pydantic's errors about `tree`, in sentences of ours."""
     parts = [str(part) for part in error["loc"]]
-    given, section = error["input"], parts[0] if parts[0] in schema.sections else ""
+    given, name = error["input"], ".".join(parts)
+    section = schema.section_of(name)
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        name = ".".join(parts)
         inside = given if isinstance(given, dict) and not section else {}
         names = [f"{name}.{leaf}" for leaf in inside] or [name]
         yield from (unknown_key(schema, name) for name in names)
     elif error["type"] == "value_error":
         yield str(error["ctx"]["error"])
-    elif section and len(parts) == 1:
-        keys = schema.names_in(section)
-        yield f"{section} is {_shown(given)}; it must be a group of keys: {keys}."
+    elif name in schema.sections:
+        keys = schema.names_in(name)
+        yield f"{name} is {_shown(given)}; it must be a group of keys: {keys}."
     else:
         # The location may go on into a list or a union, of which the whole is shown.
-        path = parts[: 2 if section else 1]
+        path = parts[: 1 + len(section.split(".")) if section else 1]
         name = ".".join(path)
         value = functools.reduce(lambda node, part: node[part], path, tree)
         yield f"{name} is {_shown(value)}; it must be {schema.keys[name].type}."
@@ -132,9 +143,9 @@ def explain(schema: Schema, error: ErrorDetails, tree: Mapping[str, Any]) -> Ite
 def unknown_key(schema: Schema, name: str) -> str:
     """The answer to a key that does not exist: the ones probably meant, and their neighbours."""
     guesses = _suggest(schema, name)
-    section = name.partition(".")[0]
-    if section not in schema.sections and guesses:
-        section = guesses[0].rpartition(".")[0]
+    section = schema.section_of(name)
+    if not section and guesses:
+        section = schema.section_of(guesses[0])
     hint = f"; did you mean {' or '.join(map(repr, guesses))}?" if guesses else ""
     group = f"the keys of {section}" if section in schema.sections else "the top-level keys"
     return f"unknown key {name!r}{hint} ({group} are {schema.names_in(section)})."
@@ -199,6 +210,14 @@ _ALIASES = {
     "zero_stage": "parallel.zero",
     "pipeline_schedule": "pipeline.schedule",
     "gradient_checkpointing": "pipeline.remat",
+    "init_scale": "precision.loss_scale.initial",
+    "growth_factor": "precision.loss_scale.factor",
+    "backoff_factor": "precision.loss_scale.backoff",
+    "min_loss_scale": "precision.loss_scale.min",
+    "max_loss_scale": "precision.loss_scale.max",
+    "loss_scale_window": "precision.loss_scale.growth_interval",
+    "deterministic": "precision.reproducible",
+    "skip_step_sigma": "guard.spike_sigma",
     "dtype": "precision.compute",
     "compute_dtype": "precision.compute",
     "dataset": "data.source",

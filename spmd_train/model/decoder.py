@@ -79,9 +79,9 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
-        q = jnp.einsum("btd,dhe->bthe", x, self.query[...])
-        k = jnp.einsum("btd,dne->btne", x, self.key[...])
-        v = jnp.einsum("btd,dne->btne", x, self.value[...])
+        q = context.einsum("query", "btd,dhe->bthe", x, self.query[...])
+        k = context.einsum("key", "btd,dne->btne", x, self.key[...])
+        v = context.einsum("value", "btd,dne->btne", x, self.value[...])
         if self.config.qkv_bias:
             q, k = q + self.query_bias[...], k + self.key_bias[...]
             v = v + self.value_bias[...]
@@ -90,8 +90,10 @@ class Attention(nnx.Module):
         q, k = rotate(q, context.shared), rotate(k, context.shared)
         constrain = context.layout.constrain
         q = constrain(q, "batch", None, "heads", None)
+        q, k, v = context.tap("query", q), context.tap("key", k), context.tap("value", v)
         a = attend(q, k, v, implementation=context.attention, layout=context.layout)
-        return jnp.einsum("bthe,hed->btd", a, self.out[...])
+        a = context.tap("attention", a)
+        return context.einsum("out", "bthe,hed->btd", a, self.out[...])
 
 
 class SwiGLU(nnx.Module):
@@ -102,8 +104,11 @@ class SwiGLU(nnx.Module):
         self.up = matrix(rngs, ("embed", "mlp"), (D, F), INIT_STD)
         self.down = matrix(rngs, ("mlp", "embed"), (F, D), residual_std)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
+        gate = context.einsum("gate", "btd,df->btf", x, self.gate[...])
+        up = context.einsum("up", "btd,df->btf", x, self.up[...])
+        hidden = context.tap("hidden", jax.nn.silu(gate) * up)
+        return context.einsum("down", "btf,fd->btd", hidden, self.down[...])
 
 
 class Block(nnx.Module):
@@ -127,10 +132,11 @@ class Block(nnx.Module):
             branch = constrain(branch, "batch", "sequence", "embed")
             return x + context.dropout(branch, self.rate, site)
 
-        h = constrain(self.attention_norm(x), "batch", None, "embed")
-        x = residual(x, self.attention(h, context), 0)
-        h = constrain(self.mlp_norm(x), "batch", None, "embed")
-        return residual(x, self.mlp(h), 1)
+        tap = context.tap
+        h = constrain(tap("attention_norm", self.attention_norm(x)), "batch", None, "embed")
+        x = residual(x, tap("out", self.attention(h, context)), 0)
+        h = constrain(tap("mlp_norm", self.mlp_norm(x)), "batch", None, "embed")
+        return residual(x, tap("down", self.mlp(h, context)), 1)
 
 
 class Embedding(nnx.Module):

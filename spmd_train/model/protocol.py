@@ -67,6 +67,14 @@ class VocabRows:
         return self.start + jnp.arange(self.size) >= self.vocab
 
 
+def plain_product(name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, w)
+
+
+def no_tap(name: str, x: jax.Array) -> jax.Array:
+    return x
+
+
 @dataclass(frozen=True)
 class BlockContext:
     """What a block may know besides its input.
@@ -77,6 +85,9 @@ class BlockContext:
         row_keys: [B] RNG keys, functions of (seed, step, global row); None without dropout.
         layout: placement, for annotating activations by logical axes.
         attention: implementation to use, resolved for the platform.
+        product: (name, subscripts, x, w) -> einsum of the two, in the policy's number format.
+        tap: (name, x) -> x, called on every tensor worth looking at when a step went wrong; it does
+            nothing in a training step.
     """
 
     shared: Any
@@ -84,6 +95,16 @@ class BlockContext:
     row_keys: jax.Array | None
     layout: Layout
     attention: str
+    product: Callable[[str, str, jax.Array, jax.Array], jax.Array] = plain_product
+    tap: Callable[[str, jax.Array], jax.Array] = no_tap
+
+    def einsum(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        """A matrix product of activations `x` with the weights `w`, in the run's number format.
+
+        `name` is unique within a block. Write a block's products with weights this way and they run
+        in fp8 where the policy says so; what else a block multiplies stays in the compute dtype.
+        """
+        return self.product(name, subscripts, x, w)
 
     def dropout(self, x: jax.Array, rate: float, site: int) -> jax.Array:
         """Dropout of `x` [B, T, D]; `site` numbers the uses within one block.
