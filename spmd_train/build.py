@@ -10,10 +10,11 @@ import jax
 from spmd_train.mesh import AXES, MeshShape
 from spmd_train.model import build_model
 from spmd_train.model.attention import resolve_attention
-from spmd_train.optim import learning_rate, make_optimizer
+from spmd_train.optim import base_optimizer, learning_rate
 from spmd_train.pipeline import make_schedule
 from spmd_train.pipeline.execute import Pipeline
-from spmd_train.precision import resolve_policy
+from spmd_train.precision import compose, resolve_policy
+from spmd_train.precision.guard import float32_norm
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 from spmd_train.sharding import Layout
 from spmd_train.state import StateSpec
@@ -76,7 +77,14 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         idle=config.pipeline.idle,
         seed=config.seed,
     )
-    tx = make_optimizer(config.optim, config.steps, leaves, policy)
+    tx = compose(
+        base_optimizer(config.optim, config.steps, leaves, policy),
+        policy,
+        config.precision.loss_scale,
+        config.guard,
+        config.optim.clip_norm,
+        float32_norm,
+    )
     spec = StateSpec(model, layout, policy, tx, leaves)
     return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
 

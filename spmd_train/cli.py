@@ -158,6 +158,7 @@ def train(request: Train) -> None:
     say = print if jax.process_index() == 0 else _silent
     say(describe(mesh, shape))
     say(_describe_model(config, step, resolved))
+    say(f"precision {step.spec.policy}")
     reached = run_loop(session)
     say(f"step {reached} of {config.steps} saved in {run.path}")
     if reached < config.steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import signal
 import threading
 import time
@@ -18,7 +17,8 @@ from spmd_train.build import Resolved, put_batch
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config, dump
 from spmd_train.data.batches import Batch, Stream, micro_batched, prefetch, shift
-from spmd_train.errors import RequestError, RunError
+from spmd_train.errors import RequestError
+from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
 from spmd_train.state import TrainState
 from spmd_train.step import Step
@@ -64,8 +64,7 @@ def run(session: Session) -> int:
     """Train until the last step; returns the number of the step reached.
 
     Raises:
-        RunError: the loss or gradient is not finite (nothing of that step is saved), or a save
-            failed.
+        RunError: too many bad steps in a row (their updates are never applied), or a save failed.
         RequestError: the checkpoint does not belong to this configuration or data.
     """
     config, last = session.config, session.last_step
@@ -87,6 +86,13 @@ def run(session: Session) -> int:
             Progress(config.steps, every_steps=config.log.every_steps, enabled=main)
         )
         stopping = stack.enter_context(_stop_on_signals())
+        recovery = Recovery(
+            config.guard,
+            session.step.spec,
+            checkpoints,
+            log,
+            save=lambda state: _save(session, checkpoints, log, state, done),
+        )
         saved = done
         while done < last and not stopping.is_set():
             clock = time.perf_counter()
@@ -98,7 +104,7 @@ def run(session: Session) -> int:
             record = session.throughput.record(done, metrics, time.perf_counter() - clock, waited)
             log.metrics(record)
             progress.update(record)
-            _check_finite(record, session.run)
+            state = recovery.after_step(state, metrics)
             if config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0:
                 saved = _save(session, checkpoints, log, state, done)
         if saved < done:
@@ -171,6 +177,7 @@ def _log_start(session: Session, log: RunLog, done: int) -> None:
         processes=jax.process_count(),
         versions={"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         resolved=asdict(session.resolved),
+        precision=session.step.spec.policy.described(),
     )
 
 
@@ -179,24 +186,16 @@ def _save(
 ) -> int:
     meta = {
         "contents": "params: FP32 parameters; optimizer: optax state; both in the model's own "
-        "shapes, layers stacked first; step: updates taken",
+        "shapes, layers stacked first; step: steps taken, which is the position in the data; "
+        "loss_scale: 0 where the loss is not scaled; guard: bad steps in a row and in all",
         "step": step,
+        "policy": session.step.spec.policy.described(),
         "config": session.config.model_dump(mode="json"),
         "data": session.data_fingerprint,
     }
     checkpoints.save(step, session.step.spec.canonical(state), meta)
     log.event("checkpoint", step=step, path=str(session.run.checkpoints / str(step)))
     return step
-
-
-def _check_finite(record: dict[str, Any], run: RunDirectory) -> None:
-    bad = [k for k in ("loss", "grad_norm") if not math.isfinite(float(record[k]))]
-    if bad:
-        raise RunError(
-            f"step {record['step']}: {' and '.join(bad)} not finite ({record[bad[0]]}); nothing of "
-            f"this step was saved. Lower optim.lr or optim.clip_norm, or compute in float32; the "
-            f"checkpoints in {run.checkpoints} are from before it."
-        )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""The optimizer of a configuration, as an optax chain.
+"""The update rule and learning rate of a configuration; `precision.compose` wraps the rule.
 
-Order: global-norm clip, AdamW. Update k = 1, 2, ... uses learning rate `schedule(k)`, so the first
-update is never a no-op, and the logged rate is the applied one.
+Update k = 1, 2, ... uses learning rate `schedule(k)`, so the first update is never a no-op, and the
+logged rate is the applied one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from spmd_train.precision import Policy, with_fp32_master
+from spmd_train.precision import Policy
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 
 if TYPE_CHECKING:
@@ -59,11 +58,11 @@ def decay_mask(leaves: Any, exclude: tuple[str, ...]) -> Any:
     return tree_map_leaves(lambda leaf: kind(leaf) not in exclude, leaves)
 
 
-def make_optimizer(
+def base_optimizer(
     config: OptimConfig, steps: int, leaves: Any, policy: Policy
-) -> optax.GradientTransformationExtraArgs:
-    """The whole chain, on FP32 masters where the parameters are not FP32 themselves."""
-    adamw = optax.adamw(
+) -> optax.GradientTransformation:
+    """The update rule alone: neither clipped nor guarded, on the parameters it is given."""
+    return optax.adamw(
         learning_rate(config, steps),
         b1=config.betas[0],
         b2=config.betas[1],
@@ -71,11 +70,6 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decay_mask(leaves, config.decay_exclude),
     )
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    chain = optax.chain(*clip, adamw)
-    if policy.has_master:
-        return with_fp32_master(chain, policy.master)
-    return optax.with_extra_args_support(chain)
 
 
 def by_path(leaves: Any, shape: Callable[[Leaf], Any]) -> Callable[[Any, Any], Leaf | None]:
@@ -106,8 +100,3 @@ def optimizer_shardings(opt_state: Any, leaves: Any, layout: Layout) -> Any:
         return layout.named(P() if leaf is None else layout.optimizer_spec(leaf))
 
     return jax.tree_util.tree_map_with_path(place, opt_state)
-
-
-def select(condition: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the scalar condition holds, else `old`, leaf by leaf: a skipped step's no-op."""
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -18,7 +18,11 @@ from spmd_train.config import Config
 from spmd_train.errors import RequestError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
-FREE_ON_RESUME = ("mesh", "steps", "name", "precision.policy", "log.", "checkpoint.")
+FREE_ON_RESUME = (
+    *("mesh", "steps", "name", "precision.policy", "log.", "checkpoint."),
+    *("guard.max_consecutive_skips", "guard.diagnoses", "guard.rollback_after"),
+    "guard.replicas_every",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def resumed_config(
     if changed:
         raise RequestError(
             f"--resume cannot change what the run learns: {'; '.join(changed)}. "
-            "May change: mesh, steps, precision.policy, log and checkpoint keys."
+            "May change: mesh, steps, precision.policy, log, checkpoint and most guard keys."
         )
     return requested
 

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.model import Model
 from spmd_train.model.model import pad, unpad
 from spmd_train.optim import by_path, optimizer_shardings
-from spmd_train.precision import MasterState, Policy, master_of
+from spmd_train.precision import Policy, put_together, take_apart
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 
 
@@ -27,7 +28,7 @@ class TrainState:
     """Attributes:
     step: int32 scalar, the number of steps taken; with the seed it fixes data order and dropout.
     params: what the forward pass reads, in the compute dtype.
-    opt_state: optax state; holds the FP32 master where the params are not FP32.
+    opt_state: state of the composed optimizer: loss scale, step guard, FP32 master, moments.
     """
 
     step: Any
@@ -90,10 +91,15 @@ class StateSpec:
     # Checkpoints are canonical: the model's own shapes, FP32 parameters, no half-precision leaf.
     def canonical(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds, independent of mesh, ZeRO level, padding and policy."""
-        if all(leaf.shape == leaf.logical_shape for leaf in jax.tree.leaves(self.leaves)):
-            return _canonical_tree(state)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_canonical())
-        return jax.jit(self._unpadded, out_shardings=shardings)(_canonical_tree(state))
+
+        def on_mesh(x: Any, sharding: Any) -> Any:
+            return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, sharding)
+
+        tree = jax.tree.map(on_mesh, _canonical_tree(state), shardings)
+        if all(leaf.shape == leaf.logical_shape for leaf in jax.tree.leaves(self.leaves)):
+            return tree
+        return jax.jit(self._unpadded, out_shardings=shardings)(tree)
 
     def abstract_canonical(self) -> dict[str, Any]:
         """`canonical` as shapes with shardings: what a restore asks for.
@@ -103,7 +109,7 @@ class StateSpec:
         padded = _canonical_tree(self.abstract())
 
         def place(x: Any, padded: Any) -> Any:
-            spec = padded.sharding.spec
+            spec = padded.sharding.spec if isinstance(padded.sharding, NamedSharding) else P()
             even = (e if x.shape[d] == padded.shape[d] else None for d, e in enumerate(spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.named(P(*even)))
 
@@ -114,10 +120,8 @@ class StateSpec:
 
         def build(saved: dict[str, Any]) -> TrainState:
             tree = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
-            params, inner = tree["params"], tree["optimizer"]
-            image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
-            opt_state = MasterState(params, inner) if self.policy.has_master else inner
-            return TrainState(tree["step"], image, opt_state)
+            fresh = self.fresh(tree["params"])
+            return TrainState(tree["step"], fresh.params, put_together(tree, fresh.opt_state))
 
         return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
 
@@ -138,9 +142,4 @@ class StateSpec:
 
 
 def _canonical_tree(state: TrainState) -> dict[str, Any]:
-    master = master_of(state.opt_state)
-    return {
-        "step": state.step,
-        "params": state.params if master is None else master,
-        "optimizer": state.opt_state if master is None else state.opt_state.inner,
-    }
+    return {"step": state.step, **take_apart(state.opt_state, state.params)}

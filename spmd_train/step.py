@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from spmd_train.data.batches import Batch
-from spmd_train.optim import select
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
-from spmd_train.precision import master_of
+from spmd_train.precision import guard_of, master_of, scale_of
+from spmd_train.precision.guard import APPLIED
 from spmd_train.sharding import Leaf, tree_map_leaves
 from spmd_train.state import StateSpec, TrainState
 
@@ -44,21 +44,28 @@ class Step:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Forward and backward, reduce, check, update.
 
-        A step without a supervised token changes nothing but the step number.
+        A bad step, or one without a supervised token, changes nothing that is learned: only the
+        step number, the loss scale and the guard's counters move.
         """
-        losses, gradients = loss_and_gradients(self.pipeline, state.params, batch, state.step)
-        applies = losses["tokens"] > 0
-        params, opt_state = self._update(state, gradients, applies)
-        new_state = TrainState(state.step + 1, params, opt_state)
+        scale = scale_of(state.opt_state)
+        losses, gradients = loss_and_gradients(
+            self.pipeline, state.params, batch, state.step, scale
+        )
+        params, opt_state = self._update(state, gradients, losses)
+        guard = guard_of(opt_state)
         metrics = {
             **losses,
-            "grad_norm": optax.tree.norm(gradients),
+            "grad_norm": guard.grad_norm,
             "lr": jnp.asarray(self.schedule(_count(state.opt_state)), jnp.float32),
-            "skipped": ~applies,
+            "loss_scale": scale,
+            "verdict": guard.verdict,
+            "consecutive_skips": guard.consecutive,
         }
-        return new_state, metrics
+        return TrainState(state.step + 1, params, opt_state), metrics
 
-    def _update(self, state: TrainState, gradients: Any, applies: jax.Array) -> tuple[Any, Any]:
+    def _update(
+        self, state: TrainState, gradients: Any, losses: dict[str, jax.Array]
+    ) -> tuple[Any, Any]:
         """The optimizer on its own shards, then the parameters gathered once.
 
         A skipped step is undone on the shards: choosing between whole parameters would hold both.
@@ -73,11 +80,20 @@ class Step:
             )
 
         params = placed(layout.optimizer_spec, state.params)
-        updates, opt_state = spec.tx.update(gradients, state.opt_state, params)
-        opt_state = select(applies, opt_state, state.opt_state)
+        updates, opt_state = spec.tx.update(
+            gradients,
+            state.opt_state,
+            params,
+            value=losses["loss"] + losses["z_loss"],
+            empty=losses["tokens"] == 0,
+        )
         master = master_of(opt_state)
         if master is None:
-            new = select(applies, optax.apply_updates(params, updates), params)
+            # Explicit, since adding even -0.0 flushes a subnormal to zero on a CPU.
+            applied = guard_of(opt_state).verdict == APPLIED
+            new = jax.tree.map(
+                lambda n, p: jnp.where(applied, n, p), optax.apply_updates(params, updates), params
+            )
         else:
             new = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return placed(layout.param_spec, placed(layout.optimizer_spec, new)), opt_state

@@ -28,7 +28,7 @@ from spmd_train.data.batches import Batch, micro_batched, shift
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.model import build_model
 from spmd_train.model.model import Model, unpad
-from spmd_train.precision import master_of
+from spmd_train.precision import master_of, take_apart
 from spmd_train.sharding import Layout, tree_map_leaves
 from spmd_train.state import TrainState
 
@@ -254,6 +254,23 @@ def autodiff(config: Config, params: Any = None, rows: Any = None, lengths: Any 
 
 
 # ------------------------------------------------------------------------------ comparing runs
+
+
+def learned(state: TrainState) -> dict[str, Any]:
+    """What a step learns: parameters, master, moments and counts, on the host."""
+    apart = take_apart(state.opt_state, state.params)
+    return jax.device_get({"image": state.params, **{k: apart[k] for k in ("params", "optimizer")}})
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Equal to the last bit, the sign of a zero included."""
+
+    def equal(got: Any, want: Any) -> None:
+        got, want = np.asarray(got), np.asarray(want)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+    jax.tree.map(lambda g, w: equal(np.atleast_1d(g), np.atleast_1d(w)), got, want)
 
 
 def differences(got: Arrays, want: Arrays) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 `bigram`: learned positions, a LayerNorm + MLP block without attention, a head with a bias and a
 final LayerNorm. `scalar`, `two_layers` and `mask` are toys whose gradients can be told by hand.
+`poisoned`: the decoder with one token that no step survives.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_train.model import Architecture, BlockContext, VocabRows
+from spmd_train.model.decoder import architecture
 
 if TYPE_CHECKING:
     from spmd_train.config import ModelConfig
@@ -179,3 +182,22 @@ def mask(config: ModelConfig) -> Architecture:
 
 def not_an_architecture(config: ModelConfig) -> str:
     return "not an architecture"
+
+
+class Poisoned(nnx.Module):
+    """An embedding in which one token is NaN: data that no step survives."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.table = normal(rngs, ("vocab", "embed"), config.vocab, config.width)
+
+    def __call__(self, tokens: jax.Array, rows: VocabRows) -> jax.Array:
+        x = jnp.take(self.table[...], rows.local(tokens), axis=0, mode="fill", fill_value=0)
+        return jnp.where((tokens == POISON)[..., None], jnp.nan, x)
+
+
+POISON = ord("#")
+
+
+def poisoned(config: ModelConfig) -> Architecture:
+    decoder = architecture(config)
+    return replace(decoder, embed=lambda rngs: Poisoned(config, rngs), tied=False)

@@ -71,7 +71,7 @@ class Pipeline:
 
 
 def loss_and_gradients(
-    pipeline: Pipeline, params: Any, batch: Batch, step: jax.Array
+    pipeline: Pipeline, params: Any, batch: Batch, step: jax.Array, scale: jax.Array
 ) -> tuple[dict[str, jax.Array], Any]:
     """Token-mean loss of a step and its gradients.
 
@@ -79,6 +79,7 @@ def loss_and_gradients(
         params: as `pipeline.leaves` places them, in the compute dtype.
         batch: tokens [M, B/M, T] of the whole step.
         step: number of the step, for dropout.
+        scale: what the gradients (not the loss) are multiplied by; float32.
 
     Returns:
         {"loss", "z_loss"} float32 and "tokens" int32, and gradients in the accumulation dtype,
@@ -94,11 +95,11 @@ def loss_and_gradients(
     return jax.shard_map(
         lambda *a: _scan(pipeline, *a),
         mesh=layout.mesh,
-        in_specs=(manual_specs(layout.param_spec), tokens, tokens, P()),
+        in_specs=(manual_specs(layout.param_spec), tokens, tokens, P(), P()),
         out_specs=(P(), manual_specs(layout.optimizer_spec)),
         axis_names=manual,
         check_vma=False,
-    )(params, batch.inputs, batch.targets, step)
+    )(params, batch.inputs, batch.targets, step, scale)
 
 
 def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
@@ -112,7 +113,12 @@ def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
 
 
 def _scan(
-    p: Pipeline, params: Any, inputs: jax.Array, targets: jax.Array, step: jax.Array
+    p: Pipeline,
+    params: Any,
+    inputs: jax.Array,
+    targets: jax.Array,
+    step: jax.Array,
+    scale: jax.Array,
 ) -> tuple[dict[str, jax.Array], Any]:
     """The body of the manual region; inputs and targets are [M, B, T] with B rows here."""
     schedule, layout, policy = p.schedule, p.layout, p.policy
@@ -211,7 +217,7 @@ def _scan(
         def head(carry: Any) -> Any:
             totals, losses, dys = carry
             totals, added, dy = vocabulary.head(
-                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight
+                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight, scale
             )
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
             return totals, losses + added, dys

@@ -88,7 +88,13 @@ class Vocabulary:
         return self._accumulate(totals, "embed", pullback(dx)[0])
 
     def head(
-        self, params: Any, totals: Any, y: jax.Array, targets: jax.Array, weight: jax.Array
+        self,
+        params: Any,
+        totals: Any,
+        y: jax.Array,
+        targets: jax.Array,
+        weight: jax.Array,
+        scale: jax.Array,
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Loss of one micro-batch and its gradients.
 
@@ -96,6 +102,7 @@ class Vocabulary:
             y: [B, T, D] output of the last block, the same on every stage.
             targets: [B, T] int32, negative where unsupervised.
             weight: what every supervised token's loss is multiplied by: 1 / tokens of the step.
+            scale: the loss scale, of the gradients alone.
 
         Returns:
             totals with the head's gradients added; weighted sums [2] of cross-entropy and z-loss
@@ -108,13 +115,13 @@ class Vocabulary:
 
         def one(carry: Any, chunk: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
             losses, sums = carry
-            added, gradients, dy = self._head_chunk(read, *chunk, weight, rows)
+            added, gradients, dy = self._head_chunk(read, *chunk, weight, scale, rows)
             sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients)
             return (losses + added, sums), dy
 
         B, T, D = y.shape
         if chunks == 1:
-            losses, sums, dy = self._head_chunk(read, y, targets, weight, rows)
+            losses, sums, dy = self._head_chunk(read, y, targets, weight, scale, rows)
         else:
             # Chunks along the sequence: the whole [tokens, vocabulary] is never held in float32.
             parts = (
@@ -136,7 +143,13 @@ class Vocabulary:
         return next(n for n in range(1, T + 1) if T % n == 0 and (n >= wanted or n == T))
 
     def _head_chunk(
-        self, read: Any, y: jax.Array, targets: jax.Array, weight: jax.Array, rows: VocabRows
+        self,
+        read: Any,
+        y: jax.Array,
+        targets: jax.Array,
+        weight: jax.Array,
+        scale: jax.Array,
+        rows: VocabRows,
     ) -> tuple[jax.Array, Any, jax.Array]:
         def logits_of(read: Any, y: jax.Array) -> jax.Array:
             return self.layout.constrain(self.model.head(read, y, rows), "batch", None, "vocab")
@@ -159,7 +172,8 @@ class Vocabulary:
             ]
         )
         slope = 1.0 + 2.0 * self.z_loss * log_z  # d(nll + z log_z^2) / d(log_z)
-        # Scaled to the step's mean in float32, before anything is cast down.
+        # Scaled in float32, before anything is cast down: to the step's mean first, or a loss scale
+        # of 2^16 would overflow float16 by construction.
         d_logits = exponentials * (slope / total)[..., None] - hot
-        gradients, dy = pullback(d_logits * token_weight[..., None])
+        gradients, dy = pullback(d_logits * (token_weight * scale)[..., None])
         return losses, gradients, reduce(dy, STAGE)

@@ -53,8 +53,3 @@ def with_fp32_master(
         return steps, MasterState(master, new_inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def master_of(opt_state: Any) -> Any | None:
-    """The master parameters inside an optimizer state, or None where the params are the master."""
-    return opt_state.master if isinstance(opt_state, MasterState) else None

@@ -65,10 +65,16 @@ class Policy:
         return {k: v if _plain(v) else jnp.dtype(v).name for k, v in vars(self).items()}
 
     def __str__(self) -> str:
-        shown = {
-            k: v for k, v in self.described().items() if k != "name" and v not in (None, False)
-        }
-        return f"{self.name} ({', '.join(f'{k} {v}' for k, v in shown.items())})"
+        """One line for a person, quantities of one dtype together."""
+        by_dtype: dict[str, list[str]] = {}
+        for key in _DTYPES[1:]:
+            by_dtype.setdefault(jnp.dtype(getattr(self, key)).name, []).append(key)
+        products = f", {self.fp8} fp8 products" if self.fp8 else ""
+        parts = [f"compute {jnp.dtype(self.compute).name}{products}"]
+        parts += [f"{', '.join(keys)} {dtype}" for dtype, keys in by_dtype.items()]
+        parts += ["compensated sums"] * self.compensated
+        parts += [f"{self.loss_scale} loss scale"] * (self.loss_scale != "none")
+        return f"{self.name}: {'; '.join(parts)}"
 
 
 def _plain(value: Any) -> bool:

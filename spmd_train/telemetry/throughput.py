@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spmd_train.precision.guard import APPLIED
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -30,8 +32,8 @@ class Throughput:
             "tokens": int(metrics["tokens"]),
             "grad_norm": float(metrics["grad_norm"]),
             "lr": float(metrics["lr"]),
-            "loss_scale": 1.0,
-            "skipped": bool(metrics["skipped"]),
+            "loss_scale": float(metrics["loss_scale"]),
+            "skipped": int(metrics["verdict"]) != APPLIED,
             "step_seconds": round(seconds, 6),
             "tokens_per_second": round(speed, 2),
             "data_wait_seconds": round(waited, 6),

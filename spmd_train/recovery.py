@@ -1,0 +1,104 @@
+"""What the loop does about a step that was skipped: say so, find the cause, go back, or stop.
+
+The decision to skip is the compiled step's (`precision.guard`), alike on every process; nothing
+here can undo it. A skipped step counts as a step: its data is used up, its learning rate is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from spmd_train.checkpoint.manager import Checkpoints
+from spmd_train.config import GuardConfig
+from spmd_train.errors import RunError
+from spmd_train.precision.guard import APPLIED, EMPTY, NOT_FINITE
+from spmd_train.state import StateSpec, TrainState
+from spmd_train.telemetry.records import RunLog
+
+
+class Recovery:
+    """One run's dealings with bad steps; every process calls it with the same metrics."""
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        spec: StateSpec,
+        checkpoints: Checkpoints,
+        log: RunLog,
+        save: Callable[[TrainState], object],
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._checkpoints = checkpoints
+        self._log = log
+        self._save = save
+        self._learned_since_rollback = True
+
+    def after_step(self, state: TrainState, metrics: dict[str, Any]) -> TrainState:
+        """The state to go on from.
+
+        Args:
+            metrics: of the step that led to `state`, on the host.
+
+        Raises:
+            RunError: too many bad steps in a row; the weights are those before the first of them.
+        """
+        verdict, step = int(metrics["verdict"]), int(state.step)
+        if verdict == APPLIED:
+            self._learned_since_rollback = True
+            return state
+        if verdict == EMPTY:
+            self._log.event("skipped", step=step, reason="no supervised token")
+            return state
+        reason = "not finite" if verdict == NOT_FINITE else "spike"
+        in_a_row = int(metrics["consecutive_skips"])
+        self._log.event(
+            "skipped",
+            step=step,
+            reason=reason,
+            in_a_row=in_a_row,
+            **{k: metrics[k] for k in ("loss", "grad_norm", "loss_scale")},
+        )
+        limit = self._config.rollback_after
+        if limit is not None and in_a_row >= limit:
+            return self._roll_back(state, in_a_row)
+        if in_a_row >= self._config.max_consecutive_skips:
+            self._stop(state, f"the last {in_a_row} steps were all skipped ({reason})")
+        return state
+
+    def _roll_back(self, state: TrainState, in_a_row: int) -> TrainState:
+        """The last checkpoint's state at the present position in the data.
+
+        What lies between is not trained on again (Chowdhery et al. 2022, section 5.1).
+        """
+        step, latest = int(state.step), self._checkpoints.latest()
+        if latest is None:
+            self._stop(state, f"{in_a_row} bad steps in a row, and no checkpoint to go back to")
+        if not self._learned_since_rollback:
+            self._stop(state, f"{in_a_row} bad steps in a row again after going back to {latest}")
+        saved, _ = self._checkpoints.restore(latest, self._spec.abstract_canonical())
+        saved["guard"]["consecutive"] = jnp.zeros_like(saved["guard"]["consecutive"])
+        restored = self._spec.from_canonical(saved)
+        self._learned_since_rollback = False
+        self._log.event("rollback", step=step, to=latest, data_left_out=[latest + 1, step])
+        return replace(restored, step=state.step)
+
+    def _stop(self, state: TrainState, what: str) -> NoReturn:
+        """End the run; weights that are sound are saved, so that nothing learned is lost."""
+        step = int(state.step)
+        if _all_finite(state.params):
+            self._save(state)
+            kept = f"the weights from before them are saved as step {step}"
+        else:
+            kept = "nothing was saved, since the weights themselves are not finite"
+        raise RunError(f"step {step}: {what}; {kept}. events.jsonl says what was found.")
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]))
