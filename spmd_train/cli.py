@@ -134,6 +134,8 @@ def train(request: Train) -> None:
 
         validate_shape(config, shape)
     prepare_devices(shape, request.platform)
+    if config.precision.master == "float64":
+        _allow_float64()
 
     from spmd_train.distributed import join_processes
 
@@ -175,10 +177,19 @@ def generate(request: Generate) -> None:
     run = RunDirectory(_path(request.run))
     config = run.read_config()
     prepare_devices(MeshShape(), request.platform)
+    if config.precision.master == "float64":
+        _allow_float64()
     sampling = Sampling(request.max_tokens, request.temperature, request.seed)
     for piece in continue_text(run, config, request.prompt, sampling, request.platform):
         print(piece, end="", flush=True)
     print()
+
+
+def _allow_float64() -> None:
+    """JAX makes float64 of nothing unless asked to; everything else names its own dtype."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
 
 
 def _path(text: str | None) -> Any:

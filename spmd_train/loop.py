@@ -74,12 +74,12 @@ def run(session: Session) -> int:
             session.run.path.mkdir(parents=True, exist_ok=True)
         keep = config.checkpoint.keep_last
         checkpoints = stack.enter_context(Checkpoints(session.run.checkpoints, keep))
-        state, done = _start(session, checkpoints)
+        state, done, policy_before = _start(session, checkpoints)
         log = stack.enter_context(RunLog(session.run.path, enabled=main))
         if main:
             session.run.config.write_text(dump(config))
         log.truncate_after(done)
-        _log_start(session, log, done)
+        _log_start(session, log, done, policy_before)
         batches = stack.enter_context(prefetch(_batches(session, done)))
         train_step = _compile(session, log, state)
         progress = stack.enter_context(
@@ -115,11 +115,11 @@ def run(session: Session) -> int:
     return done
 
 
-def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int]:
-    """The state to go on from, and the number of steps it has taken."""
+def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int, str | None]:
+    """The state to go on from, the steps it has taken, and under which policy it was saved."""
     spec = session.step.spec
     if not session.resume:
-        return spec.init(session.config.seed), 0
+        return spec.init(session.config.seed), 0, None
     latest = checkpoints.latest()
     if latest is None:
         raise RequestError(
@@ -137,7 +137,7 @@ def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int]
             f"--resume: the text or its windows differ from those {session.run.path} was trained "
             "on; give the same data.source, sequence length, global size and seed."
         )
-    return spec.from_canonical(saved), latest
+    return spec.from_canonical(saved), latest, meta["policy"]["name"]
 
 
 def _batches(session: Session, first: int) -> Iterator[Batch]:
@@ -165,9 +165,10 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     return compiled
 
 
-def _log_start(session: Session, log: RunLog, done: int) -> None:
+def _log_start(session: Session, log: RunLog, done: int, policy_before: str | None) -> None:
     import jaxlib
 
+    policy = session.step.spec.policy
     log.event(
         "start" if done == 0 else "restored",
         step=done,
@@ -177,8 +178,10 @@ def _log_start(session: Session, log: RunLog, done: int) -> None:
         processes=jax.process_count(),
         versions={"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         resolved=asdict(session.resolved),
-        precision=session.step.spec.policy.described(),
+        precision=policy.described(),
     )
+    if policy_before not in (None, policy.name):
+        log.event("policy", step=done, before=policy_before, after=policy.name)
 
 
 def _save(

@@ -48,9 +48,10 @@ class Step:
         step number, the loss scale and the guard's counters move.
         """
         scale = scale_of(state.opt_state)
-        losses, gradients = loss_and_gradients(
-            self.pipeline, state.params, batch, state.step, scale
-        )
+        with jax.enable_x64(False):  # a float64 master makes nothing else float64
+            losses, gradients = loss_and_gradients(
+                self.pipeline, state.params, batch, state.step, scale
+            )
         params, opt_state = self._update(state, gradients, losses)
         guard = guard_of(opt_state)
         metrics = {

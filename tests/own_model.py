@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_train.model import Architecture, BlockContext, VocabRows
-from spmd_train.model.decoder import architecture
+from spmd_train.model.decoder import architecture, project
 
 if TYPE_CHECKING:
     from spmd_train.config import ModelConfig
@@ -201,3 +201,21 @@ POISON = ord("#")
 def poisoned(config: ModelConfig) -> Architecture:
     decoder = architecture(config)
     return replace(decoder, embed=lambda rngs: Poisoned(config, rngs), tied=False)
+
+
+class ColumnHead(nnx.Module):
+    """A head of one column: where the embedding is 1, its weights are the logits."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.matrix = normal(rngs, ("embed", "vocab"), 1, config.vocab)
+
+    def __call__(self, x: jax.Array, rows: VocabRows, embed: nnx.Module | None) -> jax.Array:
+        return project(x, self.matrix[...])
+
+
+def column(config: ModelConfig) -> Architecture:
+    return Architecture(
+        embed=lambda rngs: Table(config, rngs),
+        block=lambda rngs: NoLayer(),
+        head=lambda rngs: ColumnHead(config, rngs),
+    )

@@ -58,7 +58,7 @@ class RMSNorm(nnx.Module):
 
 
 def matrix(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
+    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * std, axes=axes)
 
 
 class Attention(nnx.Module):

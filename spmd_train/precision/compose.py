@@ -83,13 +83,14 @@ def take_apart(opt_state: Any, params: Any) -> dict[str, Any]:
     Without loss scaling the scale is stored as 0, which no scale ever is.
     """
     guard = guard_of(opt_state)
-    scaled = isinstance(opt_state, LossScaleState)
-    scale = opt_state[:3] if scaled else (jnp.float32(0), jnp.int32(0), jnp.int32(0))
+    scale = {"scale": jnp.float32(0), "clean": jnp.int32(0), "hysteresis": jnp.int32(0)}
+    if isinstance(opt_state, LossScaleState):
+        scale = {k: getattr(opt_state, k) for k in scale}
     master = master_of(opt_state)
     return {
         "params": params if master is None else master,
         "optimizer": guard.inner if master is None else guard.inner.inner,
-        "loss_scale": dict(zip(LossScaleState._fields[:3], scale, strict=True)),
+        "loss_scale": scale,
         "guard": {k: v for k, v in guard._asdict().items() if k != "inner"},
     }
 
@@ -106,8 +107,6 @@ def put_together(saved: dict[str, Any], fresh: Any) -> Any:
     state: Any = SkipState(**saved["guard"], inner=inner)
     if isinstance(fresh, LossScaleState):
         known = saved["loss_scale"]["scale"] > 0
-        scale = jax.tree.map(
-            lambda s, f: jnp.where(known, s, f), tuple(saved["loss_scale"].values()), fresh[:3]
-        )
-        state = LossScaleState(scale[0], scale[1], scale[2], state)
+        kept = {k: jnp.where(known, v, getattr(fresh, k)) for k, v in saved["loss_scale"].items()}
+        state = LossScaleState(**kept, inner=state)
     return state
