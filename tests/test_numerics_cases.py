@@ -149,11 +149,15 @@ class TestP08LossPrecision:
             ).config
         )
         monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * self.V // int(mesh[2]) // int(mesh[4]))
-        peak, report = 77, [
-            (0, 11.783502, 1e-5),
-            (12, 0.590742, 1e-5),
-            (20, 2.7012e-4, 2e-6),
-        ]:
+        peak, report = (
+            77,
+            [
+                (0, 11.783502, 1e-5),
+                (12, 0.590742, 1e-5),
+                (20, 2.7012e-4, 2e-6),
+            ],
+        )
+        for height, loss, atol in report:
             matrix = np.zeros((1, self.V), np.float32)
             matrix[0, peak] = height
             params = {
