@@ -90,10 +90,12 @@ class StateSpec:
     # Checkpoints are canonical: the model's own shapes, FP32 parameters, no half-precision leaf.
     def canonical(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds, independent of mesh, ZeRO level, padding and policy."""
-        if all(leaf.shape == leaf.logical_shape for leaf in jax.tree.leaves(self.leaves)):
-            return _canonical_tree(state)
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_canonical())
-        return jax.jit(self._unpadded, out_shardings=shardings)(_canonical_tree(state))
+        tree, target = _canonical_tree(state), self.abstract_canonical()
+        alike = jax.tree.map(lambda x, t: (x.shape, x.dtype) == (t.shape, t.dtype), tree, target)
+        if all(jax.tree.leaves(alike)):
+            return tree
+        shardings = jax.tree.map(lambda t: t.sharding, target)
+        return jax.jit(self._canonical_arrays, out_shardings=shardings)(tree)
 
     def abstract_canonical(self) -> dict[str, Any]:
         """`canonical` as shapes with shardings: what a restore asks for.
@@ -107,13 +109,16 @@ class StateSpec:
             even = (e if x.shape[d] == padded.shape[d] else None for d, e in enumerate(spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.named(P(*even)))
 
-        return jax.tree.map(place, jax.eval_shape(self._unpadded, padded), padded)
+        return jax.tree.map(place, jax.eval_shape(self._canonical_arrays, padded), padded)
 
     def from_canonical(self, saved: dict[str, Any]) -> TrainState:
         """The run-time state: padded, placed, the compute-dtype image made from the master."""
 
+        target = _canonical_tree(self.abstract())
+
         def build(saved: dict[str, Any]) -> TrainState:
-            tree = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
+            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
+            tree = jax.tree.map(lambda x, t: x.astype(t.dtype), padded, target)
             params, inner = tree["params"], tree["optimizer"]
             image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
             opt_state = MasterState(params, inner) if self.policy.has_master else inner
@@ -121,8 +126,11 @@ class StateSpec:
 
         return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
 
-    def _unpadded(self, tree: Any) -> Any:
-        return self._map_parameters(unpad, lambda leaf: leaf.shape, tree)
+    def _canonical_arrays(self, tree: Any) -> Any:
+        """Unpadded, and what is in half precision in FP32, which holds each of its values."""
+        unpadded = self._map_parameters(unpad, lambda leaf: leaf.shape, tree)
+        half = (jnp.bfloat16, jnp.float16)
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in half else x, unpadded)
 
     def _map_parameters(
         self, fn: Callable[[Leaf, Any], Any], shape: Callable[[Leaf], Any], tree: Any
