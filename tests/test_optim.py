@@ -259,7 +259,7 @@ class TestOnAMesh:
 class TestZeroGradient:
     """Case P07 (google-deepmind/optax#1754): no gradient, no update, in every number format."""
 
-    @pytest.mark.parametrize("policy", ["fp32", "fp16"])
+    @pytest.mark.parametrize("policy", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_nothing_moves(self, name, policy):
         """All gradients zero but the first 32 rows of the embedding's."""
@@ -284,8 +284,10 @@ class TestWeightDecay:
         f"blocks/mlp/{m}" for m in MATRICES[4:]
     }
 
-    @pytest.mark.parametrize("exclude", [("norms", "biases", "embeddings"), ("norms",)])
-    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize(
+        ("name", "exclude"),
+        [*((name, ("norms", "biases", "embeddings")) for name in OPTIMIZERS), ("muon", ("norms",))],
+    )
     def test_what_decays(self, name, exclude):
         """Without gradients a weight loses lr * decay of itself; a stacked bias is no weight."""
         leaves = build_model(WIDE).leaves(Layout())
