@@ -10,7 +10,7 @@ import jax
 from spmd_train.mesh import AXES, MeshShape
 from spmd_train.model import build_model
 from spmd_train.model.attention import resolve_attention
-from spmd_train.optim import base_optimizer, learning_rate
+from spmd_train.optim import base_optimizer, first_moment_decay, learning_rate
 from spmd_train.pipeline import make_schedule
 from spmd_train.pipeline.execute import Pipeline
 from spmd_train.precision import compose, resolve_policy
@@ -49,7 +49,7 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     shape = MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
     validate_shape(config, shape)
     platform = platform or mesh.devices.flat[0].platform
-    policy = resolve_policy(config.precision, platform, config.optim.betas[0])
+    policy = resolve_policy(config.precision, platform, first_moment_decay(config.optim))
     resolved = Resolved(
         policy=policy.name,
         attention=resolve_attention(

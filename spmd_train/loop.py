@@ -105,6 +105,8 @@ def run(session: Session) -> int:
             log.metrics(record)
             progress.update(record)
             state = recovery.after_step(state, metrics)
+            if config.guard.replicas_every and done % config.guard.replicas_every == 0:
+                recovery.compare_replicas(state)
             if config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0:
                 saved = _save(session, checkpoints, log, state, done)
         if saved < done:

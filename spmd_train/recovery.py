@@ -17,6 +17,7 @@ from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import GuardConfig
 from spmd_train.errors import RunError
 from spmd_train.precision.guard import APPLIED, EMPTY, NOT_FINITE
+from spmd_train.replicas import Replicas, describe
 from spmd_train.state import StateSpec, TrainState
 from spmd_train.telemetry.records import RunLog
 
@@ -37,6 +38,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._log = log
         self._save = save
+        self._replicas = Replicas(spec)
         self._learned_since_rollback = True
 
     def after_step(self, state: TrainState, metrics: dict[str, Any]) -> TrainState:
@@ -70,6 +72,13 @@ class Recovery:
         if in_a_row >= self._config.max_consecutive_skips:
             self._stop(state, f"the last {in_a_row} steps were all skipped ({reason})")
         return state
+
+    def compare_replicas(self, state: TrainState) -> None:
+        """End the run where devices that should hold the same bits do not."""
+        if findings := self._replicas.check(state):
+            step = int(state.step)
+            self._log.event("replicas", step=step, findings=findings)
+            raise RunError(f"step {step}: {describe(findings)}")
 
     def _roll_back(self, state: TrainState, in_a_row: int) -> TrainState:
         """The last checkpoint's state at the present position in the data.

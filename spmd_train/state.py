@@ -91,15 +91,18 @@ class StateSpec:
     # Checkpoints are canonical: the model's own shapes, FP32 parameters, no half-precision leaf.
     def canonical(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds, independent of mesh, ZeRO level, padding and policy."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_canonical())
+        tree, target = _canonical_tree(state), self.abstract_canonical()
 
-        def on_mesh(x: Any, sharding: Any) -> Any:
-            return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, sharding)
+        def on_mesh(x: Any, target: Any) -> Any:
+            placed = isinstance(x.sharding, NamedSharding)
+            return x if placed else jax.device_put(x, target.sharding)
 
-        tree = jax.tree.map(on_mesh, _canonical_tree(state), shardings)
-        if all(leaf.shape == leaf.logical_shape for leaf in jax.tree.leaves(self.leaves)):
+        tree = jax.tree.map(on_mesh, tree, target)
+        alike = jax.tree.map(lambda x, t: (x.shape, x.dtype) == (t.shape, t.dtype), tree, target)
+        if all(jax.tree.leaves(alike)):
             return tree
-        return jax.jit(self._unpadded, out_shardings=shardings)(tree)
+        shardings = jax.tree.map(lambda t: t.sharding, target)
+        return jax.jit(self._canonical_arrays, out_shardings=shardings)(tree)
 
     def abstract_canonical(self) -> dict[str, Any]:
         """`canonical` as shapes with shardings: what a restore asks for.
@@ -113,20 +116,26 @@ class StateSpec:
             even = (e if x.shape[d] == padded.shape[d] else None for d, e in enumerate(spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.named(P(*even)))
 
-        return jax.tree.map(place, jax.eval_shape(self._unpadded, padded), padded)
+        return jax.tree.map(place, jax.eval_shape(self._canonical_arrays, padded), padded)
 
     def from_canonical(self, saved: dict[str, Any]) -> TrainState:
         """The run-time state: padded, placed, the compute-dtype image made from the master."""
 
+        target = _canonical_tree(self.abstract())
+
         def build(saved: dict[str, Any]) -> TrainState:
-            tree = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
+            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
+            tree = jax.tree.map(lambda x, t: x.astype(t.dtype), padded, target)
             fresh = self.fresh(tree["params"])
             return TrainState(tree["step"], fresh.params, put_together(tree, fresh.opt_state))
 
         return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
 
-    def _unpadded(self, tree: Any) -> Any:
-        return self._map_parameters(unpad, lambda leaf: leaf.shape, tree)
+    def _canonical_arrays(self, tree: Any) -> Any:
+        """Unpadded, and what is in half precision in FP32, which holds each of its values."""
+        unpadded = self._map_parameters(unpad, lambda leaf: leaf.shape, tree)
+        half = (jnp.bfloat16, jnp.float16)
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in half else x, unpadded)
 
     def _map_parameters(
         self, fn: Callable[[Leaf, Any], Any], shape: Callable[[Leaf], Any], tree: Any

@@ -160,7 +160,7 @@ def _losses(policy: Policy, first_moment_decay: float) -> Iterator[str]:
         )
     if jnp.finfo(policy.moments).bits < 32 and 1 - first_moment_decay < 2**-7:
         yield (
-            f"precision.moments={jnp.dtype(policy.moments).name} with optim.betas[0]="
-            f"{first_moment_decay:g}: what a step adds to the moment rounds away; use float32, or "
-            "a decay of at most 0.99"
+            f"precision.moments={jnp.dtype(policy.moments).name} with a decay of "
+            f"{first_moment_decay:g} (optim.betas): what a step adds to the moment rounds away; "
+            "use float32, or a decay of at most 0.99"
         )
