@@ -1,4 +1,4 @@
-"""From made-up measurements to findings: no JAX, every cause, the first place in execution order."""
+"""From made-up measurements to findings: every cause, and the first place in execution order."""
 
 from __future__ import annotations
 
