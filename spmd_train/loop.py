@@ -87,8 +87,8 @@ def run(session: Session) -> int:
         )
         stopping = stack.enter_context(_stop_on_signals())
         recovery = Recovery(
-            config.guard,
-            session.step.spec,
+            config,
+            session.step,
             checkpoints,
             log,
             save=lambda state: _save(session, checkpoints, log, state, done),
@@ -104,7 +104,7 @@ def run(session: Session) -> int:
             record = session.throughput.record(done, metrics, time.perf_counter() - clock, waited)
             log.metrics(record)
             progress.update(record)
-            state = recovery.after_step(state, metrics)
+            state = recovery.after_step(state, batch, metrics)
             if config.guard.replicas_every and done % config.guard.replicas_every == 0:
                 recovery.compare_replicas(state)
             if config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0:

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from spmd_train.checkpoint.manager import Checkpoints
-from spmd_train.config import GuardConfig
+from spmd_train.config import Config
+from spmd_train.data.batches import Batch
+from spmd_train.diagnosis import Diagnosis
 from spmd_train.errors import RunError
 from spmd_train.precision.guard import APPLIED, EMPTY, NOT_FINITE
 from spmd_train.replicas import Replicas, describe
-from spmd_train.state import StateSpec, TrainState
+from spmd_train.state import TrainState
+from spmd_train.step import Step
 from spmd_train.telemetry.records import RunLog
 
 
@@ -27,25 +30,28 @@ class Recovery:
 
     def __init__(
         self,
-        config: GuardConfig,
-        spec: StateSpec,
+        config: Config,
+        step: Step,
         checkpoints: Checkpoints,
         log: RunLog,
         save: Callable[[TrainState], object],
     ) -> None:
-        self._config = config
-        self._spec = spec
+        self._config = config.guard
+        self._spec = step.spec
         self._checkpoints = checkpoints
         self._log = log
         self._save = save
-        self._replicas = Replicas(spec)
+        self._replicas = Replicas(step.spec)
+        self._diagnosis = Diagnosis(step, config.precision.loss_scale.min)
+        self._diagnoses_left = config.guard.diagnoses
+        self._found = ""
         self._learned_since_rollback = True
 
-    def after_step(self, state: TrainState, metrics: dict[str, Any]) -> TrainState:
+    def after_step(self, state: TrainState, batch: Batch, metrics: dict[str, Any]) -> TrainState:
         """The state to go on from.
 
         Args:
-            metrics: of the step that led to `state`, on the host.
+            batch, metrics: of the step that led to `state`; the metrics on the host.
 
         Raises:
             RunError: too many bad steps in a row; the weights are those before the first of them.
@@ -53,19 +59,21 @@ class Recovery:
         verdict, step = int(metrics["verdict"]), int(state.step)
         if verdict == APPLIED:
             self._learned_since_rollback = True
+            self._found = ""
             return state
         if verdict == EMPTY:
             self._log.event("skipped", step=step, reason="no supervised token")
             return state
         reason = "not finite" if verdict == NOT_FINITE else "spike"
         in_a_row = int(metrics["consecutive_skips"])
-        self._log.event(
-            "skipped",
-            step=step,
-            reason=reason,
-            in_a_row=in_a_row,
-            **{k: metrics[k] for k in ("loss", "grad_norm", "loss_scale")},
-        )
+        found: dict[str, Any] = {}
+        if verdict == NOT_FINITE and self._diagnoses_left:
+            self._diagnoses_left -= 1
+            scale = float(metrics["loss_scale"])
+            found["finding"] = self._diagnosis.attribute(state, batch, step - 1, scale)
+            self._found = " " + found["finding"]["says"]
+        values = {k: metrics[k] for k in ("loss", "grad_norm", "loss_scale")}
+        self._log.event("skipped", step=step, reason=reason, in_a_row=in_a_row, **values, **found)
         limit = self._config.rollback_after
         if limit is not None and in_a_row >= limit:
             return self._roll_back(state, in_a_row)
@@ -105,7 +113,7 @@ class Recovery:
             kept = f"the weights from before them are saved as step {step}"
         else:
             kept = "nothing was saved, since the weights themselves are not finite"
-        raise RunError(f"step {step}: {what}; {kept}. events.jsonl says what was found.")
+        raise RunError(f"step {step}: {what}; {kept}.{self._found}")
 
 
 @jax.jit

@@ -2,7 +2,8 @@
 
 `bigram`: learned positions, a LayerNorm + MLP block without attention, a head with a bias and a
 final LayerNorm. `scalar`, `two_layers` and `mask` are toys whose gradients can be told by hand.
-`poisoned`: the decoder with one token that no step survives.
+`column`: logits told by hand, of any vocabulary. `poisoned`: the decoder with one token that no step
+survives. `faulty`: the decoder, with a block that fails as one of its parameters says.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_train.model import Architecture, BlockContext, VocabRows
-from spmd_train.model.decoder import architecture, project
+from spmd_train.model import Architecture, BlockContext, VocabRows, decoder
 
 if TYPE_CHECKING:
     from spmd_train.config import ModelConfig
@@ -180,6 +180,35 @@ def mask(config: ModelConfig) -> Architecture:
     )
 
 
+# ------------------------------------------------------------------------- a model that fails
+
+
+MARK = 1e3  # a row with a larger number in it is marked
+
+
+class FaultyBlock(decoder.Block):
+    """A decoder block after a tensor "probe", which is its input where `fault` [3] is zero.
+
+    `fault` is (NaN in every row, NaN in marked rows, growth g of the probe by (1 + g)^2).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.fault = nnx.Param(jnp.zeros((3,)), axes=("norm",))
+
+    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
+        every, marked, growth = self.fault[...]
+        is_marked = jnp.abs(x.astype(jnp.float32)).max((1, 2), keepdims=True) > MARK
+        broken = (every > 0) | ((marked > 0) & is_marked)
+        grown = x * (1 + growth) * (1 + growth)
+        probe = context.tap("probe", jnp.where(broken, jnp.nan, grown).astype(x.dtype))
+        return super().__call__(probe / (1 + growth) / (1 + growth), context)
+
+
+def faulty(config: ModelConfig) -> Architecture:
+    return replace(decoder.architecture(config), block=lambda rngs: FaultyBlock(config, rngs=rngs))
+
+
 def not_an_architecture(config: ModelConfig) -> str:
     return "not an architecture"
 
@@ -199,8 +228,8 @@ POISON = ord("#")
 
 
 def poisoned(config: ModelConfig) -> Architecture:
-    decoder = architecture(config)
-    return replace(decoder, embed=lambda rngs: Poisoned(config, rngs), tied=False)
+    sound = decoder.architecture(config)
+    return replace(sound, embed=lambda rngs: Poisoned(config, rngs), tied=False)
 
 
 class ColumnHead(nnx.Module):
@@ -210,7 +239,7 @@ class ColumnHead(nnx.Module):
         self.matrix = normal(rngs, ("embed", "vocab"), 1, config.vocab)
 
     def __call__(self, x: jax.Array, rows: VocabRows, embed: nnx.Module | None) -> jax.Array:
-        return project(x, self.matrix[...])
+        return decoder.project(x, self.matrix[...])
 
 
 def column(config: ModelConfig) -> Architecture:

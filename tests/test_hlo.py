@@ -12,9 +12,12 @@ import re
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import FAST, T0, Run, configure, run
+
+from spmd_train.diagnosis import Diagnosis
 
 AXES = ("data", "stage", "model")  # as mesh.py lays devices out
 MESH = "2x2x2"
@@ -270,6 +273,19 @@ def test_the_only_permutes_are_the_two_sends_of_a_tick():
     sends = [c for c in found if c.kind == "collective-permute"]
     assert [(c.depth, set(c.axes)) for c in sends] == [(1, {"stage"})] * 2
     assert len({c.computation for c in sends}) == 1
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_diagnosing_step_permutes_nothing(zero):
+    """Its layer loops differ in length too; over data they gather weights at ZeRO 3, no more."""
+    of = run(MESH, "batch.microbatches=2", f"parallel.zero={zero}", base=T0)
+    inputs = (of.state().params, of.batch(), jnp.int32(0), jnp.float32(1))
+    program = Diagnosis(of.step)._as_trained.lower(*inputs)
+    found = collectives(program.compile(compiler_options=FAST).as_text())
+    assert len(found) > 10
+    assert not [c for c in found if c.kind == "collective-permute"]
+    kinds = {c.kind for c in found if "data" in c.axes and c.depth > 0}
+    assert kinds == ({"all-gather"} if zero == 3 else set())
 
 
 def test_the_second_step_does_not_recompile():

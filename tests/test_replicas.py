@@ -21,7 +21,7 @@ from spmd_train.replicas import Replicas, describe, slice_hashes
 from spmd_train.state import TrainState
 
 GATE, SCALE, TABLE = "params/blocks/mlp/gate", "params/head/norm/scale", "params/embed/table"
-MASTER = "opt_state/master/"
+MASTER = "opt_state/inner/master/"
 
 
 @functools.cache

@@ -87,7 +87,7 @@ class BlockContext:
         attention: implementation to use, resolved for the platform.
         product: (name, subscripts, x, w) -> einsum of the two, in the policy's number format.
         tap: (name, x) -> x, called on every tensor worth looking at when a step went wrong; it does
-            nothing in a training step.
+            nothing in a training step. Called in the block itself, not inside a `scan` of its own.
     """
 
     shared: Any

@@ -37,7 +37,7 @@ def maximum(x: jax.Array, axis: str) -> jax.Array:
     return lax.pmax(x, axis) if lax.axis_size(axis) > 1 else x
 
 
-def from_stage(x: jax.Array, stage: int) -> jax.Array:
+def from_stage(x: jax.Array, stage: Any) -> jax.Array:
     """The value `x` has on one stage, on every stage: exact, since all the others add zeros."""
     if lax.axis_size(STAGE) == 1:
         return x
@@ -51,7 +51,7 @@ def shift(x: jax.Array, by: int) -> jax.Array:
 
 
 def ordered(x: jax.Array, after: jax.Array, tick: jax.Array) -> jax.Array:
-    """`x`, available only once `after` (of the same shape) is: a true data dependence.
+    """`x`, available only once `after` (which broadcasts to it) is: a true data dependence.
 
     `tick < 0` never holds, but the compiler cannot know. `lax.optimization_barrier` does not do
     this: XLA drops it before it schedules (seen to deadlock on CPU in 3 runs of 3).

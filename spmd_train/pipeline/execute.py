@@ -112,6 +112,31 @@ def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: fn(c), carry)
 
 
+def dropout_keys(p: Pipeline, step: jax.Array, m: Any, rows: int) -> jax.Array | None:
+    """Key data of the `rows` rows of micro-batch m on this data shard; None without dropout."""
+    if not p.model.uses_dropout:
+        return None
+    key = jax.random.fold_in(jax.random.key(p.seed), step)
+    first = (m * lax.axis_size(DATA) + lax.axis_index(DATA)) * rows
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(rows))
+    return jax.random.key_data(keys)
+
+
+def typed(keys: jax.Array | None) -> jax.Array | None:
+    """Key data as keys."""
+    return None if keys is None else jax.random.wrap_key_data(keys)
+
+
+def layer_of(p: Pipeline, params: Any, i: Any) -> Any:
+    """The parameters of layer i of this stage."""
+
+    def pick(leaf: Any, a: jax.Array) -> jax.Array:
+        a = lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+        return whole(a, leaf, p.layout, one_layer=True)
+
+    return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
+
+
 def _scan(
     p: Pipeline,
     params: Any,
@@ -133,15 +158,7 @@ def _scan(
     )
 
     def row_keys(m: Any) -> jax.Array | None:
-        if not p.model.uses_dropout:
-            return None
-        key = jax.random.fold_in(jax.random.key(p.seed), step)
-        first = (m * lax.axis_size(DATA) + lax.axis_index(DATA)) * B
-        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(B))
-        return jax.random.key_data(keys)
-
-    def typed(keys: jax.Array | None) -> jax.Array | None:
-        return None if keys is None else jax.random.wrap_key_data(keys)
+        return dropout_keys(p, step, m, B)
 
     def block(params: Any, x: jax.Array, aux: Any) -> jax.Array:
         shared, layer, keys = aux
@@ -153,11 +170,7 @@ def _scan(
         return lambda i: (shared, stage * L + i, keys)
 
     def layer_params(i: Any) -> Any:
-        def pick(leaf: Any, a: jax.Array) -> jax.Array:
-            a = lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
-            return whole(a, leaf, layout, one_layer=True)
-
-        return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
+        return layer_of(p, params, i)
 
     def add_layer(totals: Any, i: Any, gradients: Any) -> Any:
         def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ Axes: B rows of one micro-batch here, T sequence, D width, V_local vocabulary ro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,15 @@ class Vocabulary:
         for group in groups:
             totals = self._accumulate(totals, group, sums[group])
         return totals, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
+
+    def over_logits(self, params: Any, y: jax.Array, fn: Callable[[jax.Array], Any]) -> Any:
+        """`fn` of the logits [B, t, V_local] of equal parts of the sequence, stacked first."""
+        read = {group: self._whole(params, group) for group in self.model.head_reads}
+        y = self.layout.constrain(y, "batch", None, "embed")
+        rows, (B, T, D) = self.rows(), y.shape
+        chunks = self._chunks(y.shape, rows.size)
+        parts = jnp.swapaxes(y.reshape(B, chunks, T // chunks, D), 0, 1)
+        return lax.map(lambda y: fn(self.model.head(read, y, rows)), parts)
 
     def _chunks(self, shape: tuple[int, ...], size: int) -> int:
         """Fewest equal parts of the sequence whose logits fit `LOGITS_BYTES`."""
