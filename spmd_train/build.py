@@ -14,6 +14,7 @@ from spmd_train.optim import learning_rate, make_optimizer
 from spmd_train.pipeline import make_schedule
 from spmd_train.pipeline.execute import Pipeline
 from spmd_train.precision import resolve_policy
+from spmd_train.precision.fp8 import history_leaves
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 from spmd_train.sharding import Layout
 from spmd_train.state import StateSpec
@@ -77,7 +78,10 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         seed=config.seed,
     )
     tx = make_optimizer(config.optim, config.steps, leaves, policy)
-    spec = StateSpec(model, layout, policy, tx, leaves)
+    history = history_leaves(
+        policy, model, layout, config.batch.sequence_length, config.precision.fp8_history
+    )
+    spec = StateSpec(model, layout, policy, tx, leaves, history)
     return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
 
 

@@ -20,7 +20,7 @@ import optax
 from spmd_train.data.batches import Batch
 from spmd_train.optim import select
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
-from spmd_train.precision import master_of
+from spmd_train.precision import fp8, master_of
 from spmd_train.sharding import Leaf, tree_map_leaves
 from spmd_train.state import StateSpec, TrainState
 
@@ -46,10 +46,13 @@ class Step:
 
         A step without a supervised token changes nothing but the step number.
         """
-        losses, gradients = loss_and_gradients(self.pipeline, state.params, batch, state.step)
+        losses, gradients, seen = loss_and_gradients(
+            self.pipeline, state.params, fp8.scales_from(state.fp8), batch, state.step
+        )
         applies = losses["tokens"] > 0
         params, opt_state = self._update(state, gradients, applies)
-        new_state = TrainState(state.step + 1, params, opt_state)
+        history = select(applies, fp8.remember(state.fp8, seen), state.fp8)
+        new_state = TrainState(state.step + 1, params, opt_state, history)
         metrics = {
             **losses,
             "grad_norm": optax.tree.norm(gradients),
