@@ -355,7 +355,7 @@ def test_every_product_of_a_block_and_nothing_else_runs_in_fp8():
 )
 def test_scaling_adds_no_traffic_over_data_and_no_permute(sets):
     """Largest values cross data once, after the loops; in them they only meet over model, by
-    all-reduce (a permute would hang: docs/design.md, fact 8)."""
+    all-reduce (a permute would hang: docs/design.md, fact 9)."""
     compiled = run(*MESH, *sets, base=BASE)
     compiled(compiled.state(), compiled.batch())
     found = collectives(compiled._compiled.as_text())
