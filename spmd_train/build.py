@@ -14,6 +14,7 @@ from spmd_train.optim import base_optimizer, first_moment_decay, learning_rate
 from spmd_train.pipeline import make_schedule
 from spmd_train.pipeline.execute import Pipeline
 from spmd_train.precision import compose, resolve_policy
+from spmd_train.precision.fp8 import history_leaves
 from spmd_train.precision.guard import float32_norm
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 from spmd_train.sharding import Layout
@@ -85,7 +86,10 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         config.optim.clip_norm,
         float32_norm,
     )
-    spec = StateSpec(model, layout, policy, tx, leaves)
+    history = history_leaves(
+        policy, model, layout, config.batch.sequence_length, config.precision.fp8_history
+    )
+    spec = StateSpec(model, layout, policy, tx, leaves, history)
     return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
 
 

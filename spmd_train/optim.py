@@ -196,8 +196,3 @@ def optimizer_shardings(opt_state: Any, leaves: Any, layout: Layout) -> Any:
         return layout.named(P() if leaf is None else layout.optimizer_spec(leaf))
 
     return jax.tree_util.tree_map_with_path(place, opt_state)
-
-
-def select(condition: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the scalar condition holds, else `old`, leaf by leaf: a skipped step's no-op."""
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -17,11 +17,14 @@ from spmd_train.model import Model
 from spmd_train.model.model import pad, unpad
 from spmd_train.optim import by_path, optimizer_shardings
 from spmd_train.precision import Policy, put_together, take_apart
+from spmd_train.precision.fp8 import ByProduct
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "fp8"],
+    meta_fields=[],
 )
 @dataclass(frozen=True)
 class TrainState:
@@ -29,11 +32,13 @@ class TrainState:
     step: int32 scalar, the number of steps taken; with the seed it fixes data order and dropout.
     params: what the forward pass reads, in the compute dtype.
     opt_state: state of the composed optimizer: loss scale, step guard, FP32 master, moments.
+    fp8: largest values of the last steps, for delayed scaling; else empty.
     """
 
     step: Any
     params: Any
     opt_state: Any
+    fp8: ByProduct
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class StateSpec:
     Attributes:
         model, layout, policy, tx: what the state belongs to.
         leaves: placement of every parameter.
+        fp8: placement of every array of `TrainState.fp8`.
     """
 
     model: Model
@@ -50,6 +56,7 @@ class StateSpec:
     policy: Policy
     tx: optax.GradientTransformationExtraArgs
     leaves: Any
+    fp8: ByProduct
 
     def abstract_params(self, dtype: Any) -> Any:
         return tree_map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), self.leaves)
@@ -62,13 +69,15 @@ class StateSpec:
             step=named(P()),
             params=tree_map_leaves(lambda leaf: named(layout.param_spec(leaf)), self.leaves),
             opt_state=optimizer_shardings(opt_state, self.leaves, layout),
+            fp8=tree_map_leaves(lambda leaf: named(leaf.spec), self.fp8),
         )
 
     def fresh(self, params: Any) -> TrainState:
         """Step 0 from FP32 parameters."""
         opt_state = self.tx.init(params)
         image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
-        return TrainState(jnp.int32(0), image, opt_state)
+        history = tree_map_leaves(lambda leaf: jnp.zeros(leaf.shape), self.fp8)
+        return TrainState(jnp.int32(0), image, opt_state, history)
 
     def init(self, seed: int) -> TrainState:
         """Step 0 from a seed, each shard made where it lives."""
@@ -127,7 +136,8 @@ class StateSpec:
             padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
             tree = jax.tree.map(lambda x, t: x.astype(t.dtype), padded, target)
             fresh = self.fresh(tree["params"])
-            return TrainState(tree["step"], fresh.params, put_together(tree, fresh.opt_state))
+            opt_state = put_together(tree, fresh.opt_state)
+            return TrainState(tree["step"], fresh.params, opt_state, tree.get("fp8", {}))
 
         return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
 
@@ -151,4 +161,8 @@ class StateSpec:
 
 
 def _canonical_tree(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, **take_apart(state.opt_state, state.params)}
+    return {
+        "step": state.step,
+        **take_apart(state.opt_state, state.params),
+        **({"fp8": state.fp8} if state.fp8 else {}),
+    }

@@ -19,8 +19,8 @@ import optax
 
 from spmd_train.data.batches import Batch
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
-from spmd_train.precision import guard_of, master_of, scale_of
-from spmd_train.precision.guard import APPLIED
+from spmd_train.precision import fp8, guard_of, master_of, scale_of
+from spmd_train.precision.guard import APPLIED, select
 from spmd_train.sharding import Leaf, tree_map_leaves
 from spmd_train.state import StateSpec, TrainState
 
@@ -49,11 +49,12 @@ class Step:
         """
         scale = scale_of(state.opt_state)
         with jax.enable_x64(False):  # a float64 master makes nothing else float64
-            losses, gradients = loss_and_gradients(
-                self.pipeline, state.params, batch, state.step, scale
+            losses, gradients, largest = loss_and_gradients(
+                self.pipeline, state.params, fp8.scales_from(state.fp8), batch, state.step, scale
             )
         params, opt_state = self._update(state, gradients, losses)
         guard = guard_of(opt_state)
+        history = select(guard.verdict == APPLIED, fp8.remember(state.fp8, largest), state.fp8)
         metrics = {
             **losses,
             "grad_norm": guard.grad_norm,
@@ -62,7 +63,7 @@ class Step:
             "verdict": guard.verdict,
             "consecutive_skips": guard.consecutive,
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, history), metrics
 
     def _update(
         self, state: TrainState, gradients: Any, losses: dict[str, jax.Array]
@@ -92,9 +93,7 @@ class Step:
         if master is None:
             # Explicit, since adding even -0.0 flushes a subnormal to zero on a CPU.
             applied = guard_of(opt_state).verdict == APPLIED
-            new = jax.tree.map(
-                lambda n, p: jnp.where(applied, n, p), optax.apply_updates(params, updates), params
-            )
+            new = select(applied, optax.apply_updates(params, updates), params)
         else:
             new = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return placed(layout.param_spec, placed(layout.optimizer_spec, new)), opt_state

@@ -2,8 +2,8 @@
 
 `bigram`: learned positions, a LayerNorm + MLP block without attention, a head with a bias and a
 final LayerNorm. `scalar`, `two_layers` and `mask` are toys whose gradients can be told by hand.
-`column`: logits told by hand, of any vocabulary. `poisoned`: the decoder with one token that no step
-survives. `faulty`: the decoder, with a block that fails as one of its parameters says.
+`column`: logits told by hand, of any vocabulary. `poisoned`: the decoder with one token that no
+step survives. `faulty`: the decoder, with a block that fails as one of its parameters says.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def unguarded(run: Run, batch: Batch) -> Any:
         )
 
     def step(params: Any, opt_state: Any, number: Any, batch: Batch) -> Any:
-        losses, gradients = loss_and_gradients(
-            run.step.pipeline, params, batch, number, jnp.float32(1)
+        losses, gradients, _ = loss_and_gradients(
+            run.step.pipeline, params, {}, batch, number, jnp.float32(1)
         )
         params = placed(layout.optimizer_spec, params)
         updates, opt_state = tx.update(gradients, opt_state, params)

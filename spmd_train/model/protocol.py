@@ -67,6 +67,9 @@ class VocabRows:
         return self.start + jnp.arange(self.size) >= self.vocab
 
 
+Product = Callable[[str, str, jax.Array, jax.Array], jax.Array]
+
+
 def plain_product(name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, w)
 
@@ -95,7 +98,7 @@ class BlockContext:
     row_keys: jax.Array | None
     layout: Layout
     attention: str
-    product: Callable[[str, str, jax.Array, jax.Array], jax.Array] = plain_product
+    product: Product = plain_product
     tap: Callable[[str, jax.Array], jax.Array] = no_tap
 
     def einsum(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -201,7 +201,7 @@ def _measure(
     shared = p.model.shared(T)
     first_layer = lax.axis_index(STAGE) * (config.layers // p.schedule.num_stages)
     tokens = reduce(jnp.sum(targets >= 0), DATA)
-    weight = jnp.where(tokens > 0, scale / jnp.maximum(tokens, 1), 0.0)
+    weight = jnp.where(tokens > 0, 1.0 / jnp.maximum(tokens, 1), 0.0)
     # ZeRO 2 and 3 would sum a gradient over data as it is made: gather here, once, and do not.
     ends = {
         group: tree_map_leaves(lambda f, x: whole(x, f, layout), p.leaves[group], params[group])
@@ -238,7 +238,7 @@ def _measure(
         y, (block_inputs, activations) = _stage_by_stage(p, forward, _once(x, embedding, m))
         logits = vocabulary.over_logits(ends, y, lambda logits: seen(logits, 1)).over_first()
         y = _once(y, logits, m)
-        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight)
+        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight, scale)
         output_gradient, of_head = seen(dy, 1), ends_of(totals, "head")
         dy = _once(dy, (output_gradient, of_head), m)
         dx, (of_blocks, activation_gradients) = _stage_by_stage(p, backward, dy, backward=True)
@@ -247,7 +247,7 @@ def _measure(
             "embedding": embedding,
             "activations": activations,
             "logits": _on_axes(logits, 0),
-            "loss": _on_axes(seen(losses / scale), 0),
+            "loss": _on_axes(seen(losses), 0),
             "output_gradient": output_gradient,
             "activation_gradients": activation_gradients,
             "gradients": {**of_head, **of_blocks, **ends_of(totals, "embed")},

@@ -31,9 +31,11 @@ from jax.sharding import PartitionSpec as P
 from spmd_train.data.batches import Batch
 from spmd_train.mesh import DATA, MODEL, STAGE
 from spmd_train.model import BlockContext, Model
+from spmd_train.model.protocol import plain_product
 from spmd_train.pipeline.collectives import (
     accumulate,
     from_stage,
+    maximum,
     ordered,
     reduce,
     shift,
@@ -43,6 +45,7 @@ from spmd_train.pipeline.collectives import (
 from spmd_train.pipeline.layers import StageLayers
 from spmd_train.pipeline.schedule import IDLE, Schedule
 from spmd_train.pipeline.vocabulary import Vocabulary
+from spmd_train.precision import fp8
 from spmd_train.precision.policy import Policy
 from spmd_train.sharding import Layout, as_tuple, only, tree_map_leaves
 
@@ -71,19 +74,26 @@ class Pipeline:
 
 
 def loss_and_gradients(
-    pipeline: Pipeline, params: Any, batch: Batch, step: jax.Array, scale: jax.Array
-) -> tuple[dict[str, jax.Array], Any]:
+    pipeline: Pipeline,
+    params: Any,
+    scales: fp8.ByProduct,
+    batch: Batch,
+    step: jax.Array,
+    loss_scale: jax.Array,
+) -> tuple[dict[str, jax.Array], Any, fp8.ByProduct]:
     """Token-mean loss of a step and its gradients.
 
     Args:
         params: as `pipeline.leaves` places them, in the compute dtype.
+        scales: of fp8 products with delayed scaling, {name: [L, 3]}; else empty.
         batch: tokens [M, B/M, T] of the whole step.
         step: number of the step, for dropout.
-        scale: what the gradients (not the loss) are multiplied by; float32.
+        loss_scale: what the gradients (not the loss) are multiplied by; float32.
 
     Returns:
-        {"loss", "z_loss"} float32 and "tokens" int32, and gradients in the accumulation dtype,
-        placed for the optimizer (`Layout.optimizer_spec`). With no supervised token at all, zeros.
+        {"loss", "z_loss"} float32 and "tokens" int32; gradients in the accumulation dtype, placed
+        for the optimizer (`Layout.optimizer_spec`); and the largest values that each entry of
+        `scales` was for. With no supervised token at all, loss and gradients are zeros.
     """
     layout, leaves = pipeline.layout, pipeline.leaves
     manual = {DATA, STAGE}
@@ -95,11 +105,11 @@ def loss_and_gradients(
     return jax.shard_map(
         lambda *a: _scan(pipeline, *a),
         mesh=layout.mesh,
-        in_specs=(manual_specs(layout.param_spec), tokens, tokens, P(), P()),
-        out_specs=(P(), manual_specs(layout.optimizer_spec)),
+        in_specs=(manual_specs(layout.param_spec), P(STAGE), tokens, tokens, P(), P()),
+        out_specs=(P(), manual_specs(layout.optimizer_spec), P(STAGE)),
         axis_names=manual,
         check_vma=False,
-    )(params, batch.inputs, batch.targets, step, scale)
+    )(params, scales, batch.inputs, batch.targets, step, loss_scale)
 
 
 def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
@@ -140,11 +150,12 @@ def layer_of(p: Pipeline, params: Any, i: Any) -> Any:
 def _scan(
     p: Pipeline,
     params: Any,
+    scales: fp8.ByProduct,
     inputs: jax.Array,
     targets: jax.Array,
     step: jax.Array,
-    scale: jax.Array,
-) -> tuple[dict[str, jax.Array], Any]:
+    loss_scale: jax.Array,
+) -> tuple[dict[str, jax.Array], Any, fp8.ByProduct]:
     """The body of the manual region; inputs and targets are [M, B, T] with B rows here."""
     schedule, layout, policy = p.schedule, p.layout, p.policy
     S, L = schedule.num_stages, p.model.config.layers // schedule.num_stages
@@ -160,9 +171,11 @@ def _scan(
     def row_keys(m: Any) -> jax.Array | None:
         return dropout_keys(p, step, m, B)
 
-    def block(params: Any, x: jax.Array, aux: Any) -> jax.Array:
+    def block(layer_params: Any, x: jax.Array, aux: Any) -> jax.Array:
+        params, scales = layer_params
         shared, layer, keys = aux
-        context = BlockContext(shared, layer, typed(keys), layout, p.model.attention)
+        product = fp8.product_with(scales) if policy.fp8 else plain_product
+        context = BlockContext(shared, layer, typed(keys), layout, p.model.attention, product)
         return layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
 
     def aux_of(m: Any) -> Callable[[Any], Any]:
@@ -170,13 +183,15 @@ def _scan(
         return lambda i: (shared, stage * L + i, keys)
 
     def layer_params(i: Any) -> Any:
-        return layer_of(p, params, i)
+        return layer_of(p, params, i), jax.tree.map(lambda s: _at(s, i), scales)
 
     def add_layer(totals: Any, i: Any, gradients: Any) -> Any:
         def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
             return accumulate(total, g, leaf, layout, layer=i)
 
-        return tree_map_leaves(add, p.leaves["blocks"], totals, gradients)
+        (totals, seen), (gradients, largest) = totals, gradients
+        totals = tree_map_leaves(add, p.leaves["blocks"], totals, gradients)
+        return totals, jax.tree.map(lambda s, a: s.at[i].max(a), seen, largest)
 
     layers = StageLayers(block, layer_params, L, p.remat, add_layer)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
@@ -208,7 +223,10 @@ def _scan(
             x = masked(active, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
             _, ring = layers.forward_keeping(x, layers.ring(recipe, 1), 0, aux, n)
             slot = 0
-        return layers.backward(totals, dy, ring, slot, recipe, aux, n)
+        (gradients, seen), dx = layers.backward(totals, dy, ring, slot, recipe, aux, n)
+        if p.idle == "masked":  # an idle tick's values are nobody's
+            seen = jax.tree.map(lambda new, old: jnp.where(active, new, old), seen, totals[1])
+        return (gradients, seen), dx
 
     def tick(carry: dict[str, Any], now: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
         c = dict(carry)
@@ -230,7 +248,7 @@ def _scan(
         def head(carry: Any) -> Any:
             totals, losses, dys = carry
             totals, added, dy = vocabulary.head(
-                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight, scale
+                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight, loss_scale
             )
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
             return totals, losses + added, dys
@@ -273,7 +291,7 @@ def _scan(
         return tree_map_leaves(zeros, p.leaves[group], params[group])
 
     x0 = layout.constrain(jnp.zeros(x_like.shape, x_like.dtype), "batch", "sequence", "embed")
-    carry = {
+    carry: dict[str, Any] = {
         "x": x0,
         "dy": x0,
         "ring": jnp.zeros((slots, *x0.shape), x0.dtype)
@@ -281,14 +299,16 @@ def _scan(
         else layers.ring(recipe, slots),
         "head_dy": jnp.zeros((schedule.num_head_slots, *x0.shape), x0.dtype),
         "ends": {group: accumulators(group) for group in ("embed", "head")},
-        "blocks": accumulators("blocks"),
+        "blocks": (accumulators("blocks"), jax.tree.map(jnp.zeros_like, scales)),
         "losses": jnp.zeros(2, jnp.float32),
     }
     carry, _ = lax.scan(tick, carry, _tables(schedule))
-    totals = {"blocks": carry["blocks"], **carry["ends"]}
+    blocks, seen = carry["blocks"]
+    totals = {"blocks": blocks, **carry["ends"]}
     gradients = tree_map_leaves(lambda leaf, g: total_gradient(g, leaf, layout), p.leaves, totals)
     loss, z_loss = reduce(carry["losses"], DATA)
-    return {"loss": loss, "z_loss": z_loss, "tokens": count}, gradients
+    seen = jax.tree.map(lambda a: maximum(a, DATA), seen)
+    return {"loss": loss, "z_loss": z_loss, "tokens": count}, gradients, seen
 
 
 def _tables(schedule: Schedule) -> dict[str, jax.Array]:

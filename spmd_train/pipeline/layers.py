@@ -20,11 +20,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd_train.precision.fp8 import PRODUCT
+
+_policies = jax.checkpoint_policies
+
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "stage": jax.checkpoint_policies.nothing_saveable,
+    "dots": _policies.save_from_both_policies(
+        _policies.dots_with_no_batch_dims_saveable,
+        _policies.save_only_these_names(PRODUCT),  # fp8 products: a custom_vjp hides their dots
+    ),
+    "full": _policies.nothing_saveable,
+    "stage": _policies.nothing_saveable,
 }
 
 Ring = list[jax.Array]  # one array [slots, layers, ...] per residual of a layer

@@ -129,10 +129,15 @@ def skip_bad_steps(
             grad_norm=grad_norm,
             verdict=verdict,
             window=window,
-            inner=jax.tree.map(lambda n, o: jnp.where(applies, n, o), new_inner, state.inner),
+            inner=select(applies, new_inner, state.inner),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the scalar condition holds, else `old`, leaf by leaf: a skipped step's no-op."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def clip_by_grad_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
