@@ -56,11 +56,12 @@ class Recovery:
         Raises:
             RunError: too many bad steps in a row; the weights are those before the first of them.
         """
-        verdict, step = int(metrics["verdict"]), int(state.step)
+        verdict = int(metrics["verdict"])
         if verdict == APPLIED:
             self._learned_since_rollback = True
             self._found = ""
             return state
+        step = int(state.step)
         if verdict == EMPTY:
             self._log.event("skipped", step=step, reason="no supervised token")
             return state
