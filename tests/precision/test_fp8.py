@@ -8,6 +8,7 @@ can be compared as closely as in float32.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -319,7 +320,7 @@ def one() -> jax.sharding.Mesh:
 # ------------------------------------------------------------------------------- what runs in fp8
 
 
-def dots(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, int]:
+def dots(jaxpr: Any) -> tuple[int, int]:
     """(matrix products of two fp8 operands, other ones), inner jaxprs included."""
     fp8 = other = 0
     for equation in jaxpr.eqns:
@@ -327,9 +328,11 @@ def dots(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, int]:
             eight = [v.aval.dtype.itemsize == 1 for v in equation.invars]
             assert all(eight) or not any(eight)
             fp8, other = fp8 + all(eight), other + (not any(eight))
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            more = dots(inner)
-            fp8, other = fp8 + more[0], other + more[1]
+        for value in jax.tree.leaves(tuple(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)  # closed or not
+            if hasattr(inner, "eqns"):
+                more = dots(inner)
+                fp8, other = fp8 + more[0], other + more[1]
     return fp8, other
 
 
