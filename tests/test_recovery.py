@@ -111,10 +111,17 @@ def test_too_many_in_a_row_end_the_run_with_what_it_had_learned(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert train(out, text, "guard.max_consecutive_skips=2") == 1
+    assert train(out, text, "guard.max_consecutive_skips=2", "guard.diagnoses=1") == 1
     message = capsys.readouterr().err
     assert "step 6: the last 2 steps were all skipped (not finite)" in message
     assert "saved as step 6" in message
+    first, second = events(out, "skipped")
+    assert "finding" not in second, "as many as were asked for"
+    finding = first["finding"]
+    assert finding["says"] in message
+    assert (finding["cause"], finding["float32_finite"]) == ("data", False)
+    assert finding["first"]["tensor"] == "embedding"
+    assert finding["first"]["rows"] == [0]
     assert_same_bits(saved(out), by_hand(text, [0, 1, 2, 3]))
     assert main(["--out", str(out), "--resume"]) == 0, "the data goes on behind what was bad"
     assert_same_bits(saved(out), by_hand(text, [0, 1, 2, 3, 6, 7, 8]))
