@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from spmd_train.data.batches import Batch
 from spmd_train.pipeline.diagnose import diagnose
 from spmd_train.pipeline.execute import Pipeline
-from spmd_train.precision import master_of
+from spmd_train.precision import fp8, master_of
 from spmd_train.precision.attribution import Conditions, Statistics, attribute, is_finite
 from spmd_train.sharding import tree_map_leaves
 from spmd_train.state import TrainState
@@ -48,7 +48,7 @@ class Diagnosis:
             scale: the loss scale the step used; 1 without one.
         """
         inputs = (batch, jnp.int32(number), jnp.float32(scale))
-        seen, problem = _run(self._as_trained, state.params, *inputs)
+        seen, problem = _run(self._as_trained, state.params, fp8.scales_from(state.fp8), *inputs)
         if seen is None:
             return {"cause": "unknown", "says": f"The step could not be run again: {problem}"}
         policy = self.step.pipeline.policy
@@ -76,8 +76,8 @@ class Diagnosis:
 
     @cached_property
     def _as_trained(self) -> Callable[..., Statistics]:
-        def program(params: Any, batch: Batch, step: jax.Array, scale: jax.Array) -> Statistics:
-            return diagnose(self.step.pipeline, params, batch, step, scale)
+        def program(params: Any, scales: Any, *inputs: Any) -> Statistics:
+            return diagnose(self.step.pipeline, params, scales, *inputs)
 
         return self._jitted(program)
 
@@ -92,7 +92,7 @@ class Diagnosis:
 
         def program(params: Any, batch: Batch, step: jax.Array) -> Statistics:
             params = tree_map_leaves(cast, pipeline.leaves, params)
-            return diagnose(pipeline, params, batch, step, jnp.float32(1))
+            return diagnose(pipeline, params, {}, batch, step, jnp.float32(1))
 
         return self._jitted(program)
 

@@ -279,7 +279,7 @@ def test_the_only_permutes_are_the_two_sends_of_a_tick():
 def test_the_diagnosing_step_permutes_nothing(zero):
     """Its layer loops differ in length too; over data they gather weights at ZeRO 3, no more."""
     of = run(MESH, "batch.microbatches=2", f"parallel.zero={zero}", base=T0)
-    inputs = (of.state().params, of.batch(), jnp.int32(0), jnp.float32(1))
+    inputs = (of.state().params, {}, of.batch(), jnp.int32(0), jnp.float32(1))
     program = Diagnosis(of.step)._as_trained.lower(*inputs)
     found = collectives(program.compile(compiler_options=FAST).as_text())
     assert len(found) > 10

@@ -35,6 +35,7 @@ from spmd_train.model.protocol import plain_product
 from spmd_train.pipeline.collectives import from_stage, ordered, reduce, whole
 from spmd_train.pipeline.execute import Pipeline, dropout_keys, layer_of, typed
 from spmd_train.pipeline.vocabulary import Vocabulary
+from spmd_train.precision import fp8
 from spmd_train.precision.attribution import Seen, Statistics
 from spmd_train.sharding import only, tree_map_leaves
 
@@ -42,13 +43,18 @@ Visit = Callable[[str, jax.Array], jax.Array]
 
 
 def diagnose(
-    pipeline: Pipeline, params: Any, batch: Batch, step: jax.Array, scale: jax.Array
+    pipeline: Pipeline,
+    params: Any,
+    scales: fp8.ByProduct,
+    batch: Batch,
+    step: jax.Array,
+    loss_scale: jax.Array,
 ) -> Statistics:
     """What every tensor of a step's forward and backward pass looks like.
 
     Args:
-        params, batch, step: as for `loss_and_gradients`.
-        scale: the loss scale; gradients are measured scaled, where the step's overflowed.
+        params, scales, batch, step: as for `loss_and_gradients`.
+        loss_scale: gradients are measured scaled, where the step's overflowed.
     """
     layout, manual = pipeline.layout, {DATA, STAGE}
     tokens = only(layout.batch_spec, manual)
@@ -68,12 +74,12 @@ def diagnose(
         mesh=layout.mesh,
         in_specs=(
             tree_map_leaves(lambda leaf: only(layout.param_spec(leaf), manual), pipeline.leaves),
-            *(tokens, tokens, P(), P()),
+            *(P(STAGE), tokens, tokens, P(), P()),
         ),
         out_specs=Statistics(**placed),
         axis_names=manual,
         check_vma=False,
-    )(params, batch.inputs, batch.targets, step, scale)
+    )(params, scales, batch.inputs, batch.targets, step, loss_scale)
 
 
 def seen(x: jax.Array, keep: int = 0) -> Seen:
@@ -101,8 +107,13 @@ def _by_path(tree: Any, measure: Callable[[jax.Array], Seen]) -> dict[str, Seen]
 
 
 def _block(p: Pipeline, visit: Visit, params: Any, x: jax.Array, aux: Any) -> jax.Array:
-    """One layer, with `visit` on its tapped tensors and products in the order they are made."""
+    """One layer, with `visit` on its tapped tensors and products in the order they are made.
+
+    `params` is the pair of a layer's weights and fp8 scales.
+    """
     shared, layer, keys = aux
+    weights, scales = params
+    compute = fp8.product_with(scales) if p.policy.fp8 else plain_product
     used = {"input", "output"}  # ours
 
     def tap(name: str, x: jax.Array) -> jax.Array:
@@ -112,10 +123,10 @@ def _block(p: Pipeline, visit: Visit, params: Any, x: jax.Array, aux: Any) -> ja
         return visit(unique, x)
 
     def product(name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        return tap(f"{name} product", plain_product(name, subscripts, x, w))
+        return tap(f"{name} product", compute(name, subscripts, x, w))
 
     context = BlockContext(shared, layer, typed(keys), p.layout, p.model.attention, product, tap)
-    return p.layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
+    return p.layout.constrain(p.model.block(weights, x, context), "batch", "sequence", "embed")
 
 
 def _tapped(p: Pipeline, params: Any, x: jax.Array, aux: Any) -> OrderedDict[str, jax.Array]:
@@ -190,10 +201,11 @@ def _once(x: jax.Array, measured: Any, m: jax.Array) -> jax.Array:
 def _measure(
     p: Pipeline,
     params: Any,
+    scales: fp8.ByProduct,
     inputs: jax.Array,
     targets: jax.Array,
     step: jax.Array,
-    scale: jax.Array,
+    loss_scale: jax.Array,
 ) -> Statistics:
     """The body of the manual region; inputs and targets are [M, B, T]."""
     layout, config = p.layout, p.model.config
@@ -211,6 +223,10 @@ def _measure(
     vocabulary = Vocabulary(p.model, apart, p.leaves, config.z_loss, jnp.dtype(p.policy.compute))
     no_gradient = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), ends)
 
+    def layer(i: Any) -> tuple[Any, Any]:
+        of_layer = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, keepdims=False), scales)
+        return layer_of(p, params, i), of_layer
+
     def by_row(tensors: OrderedDict[str, jax.Array]) -> OrderedDict[str, Seen]:
         return OrderedDict((name, _seen_by_row(x, B)) for name, x in tensors.items())
 
@@ -224,12 +240,12 @@ def _measure(
         keys = dropout_keys(p, step, m, B)
 
         def forward(i: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            found = _tapped(p, layer_of(p, params, i), x, (shared, first_layer + i, keys))
+            found = _tapped(p, layer(i), x, (shared, first_layer + i, keys))
             return found["output"], (x, by_row(found))
 
         def backward(i: Any, dy: jax.Array) -> tuple[jax.Array, Any]:
             aux = (shared, first_layer + i, keys)
-            gradients, found = _pulled_back(p, layer_of(p, params, i), block_inputs[i], aux, dy)
+            (gradients, _), found = _pulled_back(p, layer(i), block_inputs[i], aux, dy)
             of_parameters = _by_path({"blocks": gradients}, lambda a: _on_axes(seen(a), 0))
             return found["input"], (of_parameters, by_row(found))
 
@@ -238,7 +254,7 @@ def _measure(
         y, (block_inputs, activations) = _stage_by_stage(p, forward, _once(x, embedding, m))
         logits = vocabulary.over_logits(ends, y, lambda logits: seen(logits, 1)).over_first()
         y = _once(y, logits, m)
-        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight, scale)
+        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight, loss_scale)
         output_gradient, of_head = seen(dy, 1), ends_of(totals, "head")
         dy = _once(dy, (output_gradient, of_head), m)
         dx, (of_blocks, activation_gradients) = _stage_by_stage(p, backward, dy, backward=True)

@@ -27,7 +27,7 @@ M, L, B = 2, 4, 8  # micro-batches, layers, rows of the step
 R = B // M
 
 MESHES = ["2x2x2", pytest.param("1x1x1", marks=pytest.mark.slow)]
-POLICIES = ["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.slow)]
+POLICIES = ["fp32", "fp16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp8"))]
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def measured(mesh: str) -> tuple[Run, Any, Statistics]:
     """The fixture's own batch in float32, without a fault."""
     of, diagnosis = diagnosed(mesh, "fp32")
     params = healthy(of)
-    inputs = (of.state(params).params, of.batch(), jnp.int32(0), jnp.float32(1))
+    inputs = (of.state(params).params, {}, of.batch(), jnp.int32(0), jnp.float32(1))
     return of, params, jax.device_get(diagnosis._as_trained(*inputs))
 
 
@@ -147,7 +147,7 @@ class TestMeasurements:
         params, rows = healthy(of), np.zeros((B, 17), np.int32)
         rows[:, 0] = 1 + np.arange(B)
         batch = of.batch(rows, np.ones(B))
-        inputs = (of.state(params).params, batch, jnp.int32(0), jnp.float32(1))
+        inputs = (of.state(params).params, {}, batch, jnp.int32(0), jnp.float32(1))
         got = jax.device_get(diagnosis._as_trained(*inputs)).activation_gradients["input"]
         gradients = single_device(of.spec.model)[1](params, shift(rows, np.ones(B)), B)
         want = np.abs(gradients["embed"]["table"][1 : 1 + B]).max(1)
@@ -318,3 +318,19 @@ def test_no_memory_for_float32_is_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     assert "RESOURCE_EXHAUSTED" in found["float32_not_run"]
     monkeypatch.setitem(diagnosis.__dict__, "_as_trained", too_large)
     assert diagnosis.attribute(state, of.batch(), 0, 1.0)["cause"] == "unknown"
+
+
+@pytest.mark.slow
+def test_delayed_fp8_is_run_again_with_its_history():
+    """A weight that is not finite, after a step that filled the history."""
+    of = run("2x2x2", *FAULTY, "precision.policy=fp8", "precision.fp8_scaling=delayed", base=T0)
+    state, _ = of(of.state(healthy(of)), of.batch())
+    diagnosis = Diagnosis(of.step, compiler_options=FAST)
+    assert diagnosis.attribute(state, of.batch(), 1, 1.0)["cause"] == "vanished"
+    gate = state.params["blocks"]["mlp"]["gate"]
+    state.params["blocks"]["mlp"]["gate"] = jax.device_put(
+        gate.at[2, 3, 5].set(jnp.nan), gate.sharding
+    )
+    found = diagnosis.attribute(state, of.batch(), 1, 1.0)
+    assert found["cause"] == "parameters"
+    assert found["first"]["layer"] == 2
