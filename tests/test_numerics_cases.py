@@ -5,11 +5,23 @@ Numbers: the P cases of other trainers' reports. The wrappers alone are in tests
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import T0, T0_LENGTHS, Run, assert_same_bits, learned, run, token_rows, train
+from helpers import (
+    T0,
+    T0_LENGTHS,
+    Run,
+    assert_same_bits,
+    learned,
+    parameters,
+    run,
+    token_rows,
+    train,
+)
 
 from spmd_train.pipeline import vocabulary
 from spmd_train.precision import LossScaleState, guard_of, scale_of
@@ -58,9 +70,7 @@ class TestFP16:
         step = half(mesh)
         state = step.state()
         high = jax.device_put(jnp.float32(2.0**40), state.opt_state.scale.sharding)
-        state = jax.tree.map(lambda x: x, state)
-        opt_state = state.opt_state._replace(scale=high)
-        state = type(state)(state.step, state.params, opt_state)
+        state = replace(state, opt_state=state.opt_state._replace(scale=high))
         before = learned(state)
         verdicts, scales = [], []
         while not verdicts or (verdicts[-1] == NOT_FINITE and len(verdicts) < 40):
@@ -172,3 +182,39 @@ class TestP08LossPrecision:
             gradient = toy.unpadded(toy.gradients(state, metrics))["head/matrix"]
             assert abs(gradient.sum(dtype=np.float64)) < 1e-5
             assert gradient[0, peak] < 0
+
+
+class TestP24Schedule:
+    """gpt-neox#1373: the first update is no no-op, and the logged rate is the applied one.
+
+    Lion moves a weight by the learning rate exactly, whatever its gradient.
+    """
+
+    EXPECTED = (2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3)
+
+    @pytest.mark.parametrize("microbatches", [1, 4])
+    def test_logged_is_applied(self, microbatches):
+        step = run(
+            "1x1x1",
+            *("optim.name=lion", "optim.warmup_steps=4", "optim.weight_decay=0"),
+            *("model.layers=1", f"batch.microbatches={microbatches}"),
+            base=T0,
+        )
+        params = parameters(step.config.model)  # the head from zero, where float32 is fine enough
+        head = {**params["head"], "matrix": np.zeros_like(params["head"]["matrix"])}
+        state = step.state({**params, "head": head})
+        before = step.weights(state)
+        for k, lr in enumerate(self.EXPECTED):
+            if k == 2:  # a resumed run goes on where it was
+                saved = jax.tree.map(jnp.copy, step.spec.canonical(state))
+                state = step.spec.from_canonical(saved)
+            if k == 3:  # a step without tokens does not advance it
+                state, _ = step(state, step.batch(lengths=np.zeros(8, int)))
+            state, metrics = step(state, step.batch())
+            after = step.weights(state)
+            moved = np.abs(after["head/matrix"] - before["head/matrix"])
+            moved = moved[moved > 0]
+            assert moved.size > 100
+            np.testing.assert_allclose(metrics["lr"], lr, rtol=1e-6)
+            np.testing.assert_allclose(moved, metrics["lr"], rtol=0, atol=1e-9)
+            before = after

@@ -16,7 +16,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import T0, assert_same_gradients, configure, parameters, run, token_rows, train
+from helpers import (
+    T0,
+    assert_same_bits,
+    assert_same_gradients,
+    configure,
+    parameters,
+    run,
+    token_rows,
+    train,
+)
 from test_hlo import collectives
 
 from spmd_train.build import build_step
@@ -25,6 +34,7 @@ from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.model import Architecture, build_model
 from spmd_train.precision.fp8 import fp8_einsum, product_names, quantize, remember, scales_from
+from spmd_train.precision.guard import EMPTY, NOT_FINITE
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 TOP = {E4M3: 448.0, E5M2: 57344.0}
@@ -266,8 +276,12 @@ def test_a_skipped_step_leaves_the_history_alone():
     state, _ = compiled(compiled.state(), compiled.batch())
     before = jax.device_get(state.fp8)
     state, metrics = compiled(state, compiled.batch(lengths=np.zeros(8, np.int32)))
-    assert metrics["skipped"]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.fp8), before)
+    assert metrics["verdict"] == EMPTY
+    assert_same_bits(jax.device_get(state.fp8), before)
+    state.params["blocks"]["mlp"]["up"] *= np.nan
+    state, metrics = compiled(state, compiled.batch())
+    assert metrics["verdict"] == NOT_FINITE
+    assert_same_bits(jax.device_get(state.fp8), before)
 
 
 @pytest.mark.slow
