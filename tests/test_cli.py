@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -151,14 +152,30 @@ def test_generate_continues_the_prompt(whole_run: Path, capsys: pytest.CaptureFi
     assert run("generate", "--run", whole_run, "--prompt", "") == 2
 
 
-def test_a_loss_that_is_not_finite_fails_and_is_not_saved(
+def test_a_run_that_diverges_stops_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "diverges"
-    wild = sets(*SMALL, "optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=null")
+    wild = sets(*SMALL, "optim.lr=1e30", "optim.warmup_steps=0", "guard.max_consecutive_skips=3")
     assert run("--mesh", "1x1x1", "--steps", 8, "--out", out, *wild) == 1
-    assert "not finite" in capsys.readouterr().err
-    assert not list((out / "checkpoints").glob("[0-9]*"))
+    message = capsys.readouterr().err
+    assert "step 4: the last 3 steps were all skipped (not finite)" in message
+    assert "float32 itself overflows" in message
+    skipped = [e for e in read_jsonl(out / "events.jsonl") if e["event"] == "skipped"]
+    assert [e["in_a_row"] for e in skipped] == [1, 2, 3]
+    assert {e["finding"]["cause"] for e in skipped} == {"diverged"}
+
+
+def test_another_policy_on_resume_is_an_event(whole_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "policies"
+    shutil.copytree(whole_run, out)
+    assert run("--out", out, "--resume", "--steps", 8, "--set", "precision.policy=fp16") == 0
+    events = {e["event"]: e for e in read_jsonl(out / "events.jsonl")}
+    assert (events["policy"]["before"], events["policy"]["after"]) == ("fp32", "fp16")
+    assert events["restored"]["precision"]["compute"] == "float16"
+    last = read_jsonl(out / "metrics.jsonl")[-1]
+    assert (last["step"], last["loss_scale"], last["skipped"]) == (8, 65536.0, False)
+    assert last["loss"] < losses(whole_run)[0]
 
 
 def process(arguments: list[object], **environment: str) -> subprocess.Popen[str]:

@@ -35,7 +35,6 @@ SETS = (
 @pytest.fixture(scope="module", autouse=True)
 def one_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """These runs differ in what is done around one and the same compiled step."""
-    jax.devices()  # eight, before the command line asks for one
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     yield

@@ -348,10 +348,14 @@ def _in_float32_too(float32: Statistics) -> tuple[str, str]:
             f"{_names(bad_parameters(float32))}: the float32 master is not finite. Restore the "
             "last checkpoint."
         )
-    peak = max(float(x.seen.largest.max()) for x in _way(float32, first))
-    if first.seen.value == "inf" and peak > NORM_LIMIT:
+    peak = max(float(x.largest.max()) for x in float32.parameters.values())
+    for x in sightings(float32):
+        peak = max(peak, float(x.seen.largest.max()))
+        if x.seen.bad.any():
+            break
+    if peak > NORM_LIMIT:  # its square is infinite, and NaN where a norm divides by that
         return "diverged", (
-            f"float32 itself overflows in the {first}, after numbers up to {peak:.3g}: the model "
+            f"float32 itself overflows in the {first}, with numbers up to {peak:.3g}: the model "
             "has diverged. Restore an earlier checkpoint with a lower optim.lr, or set "
             "guard.spike_sigma."
         )
