@@ -62,10 +62,13 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
         sequence_parallel=sequence_parallel_on(config, shape),
     )
-    layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel)
+    reproducible = config.precision.reproducible
+    logical_shards = config.precision.logical_shards if reproducible else 0
+    layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel, logical_shards)
     model = build_model(config.model, resolved.attention)
     leaves = model.leaves(layout)
-    schedule = make_schedule(resolved.schedule, shape.stage, config.batch.microbatches)
+    microbatches = config.batch.microbatches * (logical_shards // shape.data if reproducible else 1)
+    schedule = make_schedule(resolved.schedule, shape.stage, microbatches)
     pipeline = Pipeline(
         model=model,
         layout=layout,
@@ -78,7 +81,8 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     )
     tx = make_optimizer(config.optim, config.steps, leaves, policy)
     spec = StateSpec(model, layout, policy, tx, leaves)
-    return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
+    schedule_of_lr = learning_rate(config.optim, config.steps)
+    return Step(pipeline, spec, schedule_of_lr, config.optim.clip_norm), resolved
 
 
 def put_batch(step: Step, batch: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The optimizer of a configuration, as an optax chain.
+"""The optimizer of a configuration, as an optax chain. Gradients arrive clipped (step.py).
 
-Order: global-norm clip, AdamW. Update k = 1, 2, ... uses learning rate `schedule(k)`, so the first
+Update k = 1, 2, ... uses learning rate `schedule(k)`, so the first
 update is never a no-op, and the logged rate is the applied one.
 """
 
@@ -71,11 +71,9 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decay_mask(leaves, config.decay_exclude),
     )
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    chain = optax.chain(*clip, adamw)
     if policy.has_master:
-        return with_fp32_master(chain, policy.master)
-    return optax.with_extra_args_support(chain)
+        return with_fp32_master(adamw, policy.master)
+    return optax.with_extra_args_support(adamw)
 
 
 def by_path(leaves: Any, shape: Callable[[Leaf], Any]) -> Callable[[Any, Any], Leaf | None]:

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_train.data.batches import Batch
+from spmd_train.data.batches import Batch, micro_batched
+from spmd_train.mesh import DATA
 from spmd_train.optim import select
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
+from spmd_train.pipeline.reproducible import global_norm, hidden_zero, rounded_products
 from spmd_train.precision import master_of
 from spmd_train.sharding import Leaf, tree_map_leaves
 from spmd_train.state import StateSpec, TrainState
@@ -35,11 +37,13 @@ class Step:
         pipeline: forward and backward pass.
         spec: the state and its optimizer.
         schedule: learning rate of update `count + 1`, for the log.
+        clip_norm: largest global gradient norm; None clips nothing.
     """
 
     pipeline: Pipeline
     spec: StateSpec
     schedule: Callable[[Any], Any]
+    clip_norm: float | None = None
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Forward and backward, reduce, check, update.
@@ -47,12 +51,16 @@ class Step:
         A step without a supervised token changes nothing but the step number.
         """
         losses, gradients = loss_and_gradients(self.pipeline, state.params, batch, state.step)
+        norm = global_norm(gradients, self.spec.leaves, self.spec.layout, state.step)
+        if self.clip_norm is not None:
+            share = jnp.minimum(1.0, self.clip_norm / norm)
+            gradients = jax.tree.map(lambda g: g * share.astype(g.dtype), gradients)
         applies = losses["tokens"] > 0
         params, opt_state = self._update(state, gradients, applies)
         new_state = TrainState(state.step + 1, params, opt_state)
         metrics = {
             **losses,
-            "grad_norm": optax.tree.norm(gradients),
+            "grad_norm": norm,
             "lr": jnp.asarray(self.schedule(_count(state.opt_state)), jnp.float32),
             "skipped": ~applies,
         }
@@ -73,7 +81,10 @@ class Step:
             )
 
         params = placed(layout.optimizer_spec, state.params)
-        updates, opt_state = spec.tx.update(gradients, state.opt_state, params)
+        update = spec.tx.update
+        if layout.reproducible:
+            update = rounded_products(update, hidden_zero(state.step))
+        updates, opt_state = update(gradients, state.opt_state, params)
         opt_state = select(applies, opt_state, state.opt_state)
         master = master_of(opt_state)
         if master is None:
@@ -82,9 +93,19 @@ class Step:
             new = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return placed(layout.param_spec, placed(layout.optimizer_spec, new)), opt_state
 
-    def abstract_batch(self, microbatches: int, global_size: int, length: int) -> Batch:
+    def micro_batched(self, batch: Batch) -> Batch:
+        """A host batch [B, T] as the step reads it, [M, B/M, T].
+
+        Reproducible sums want the rows of a logical shard together, on whatever mesh.
+        """
+        layout = self.spec.layout
+        runs = layout.size(DATA) if layout.reproducible else 1
+        return micro_batched(batch, self.pipeline.schedule.num_microbatches, runs)
+
+    def abstract_batch(self, global_size: int, length: int) -> Batch:
         """A step's batch [M, B/M, T] as shapes with shardings."""
         sharding = self.spec.layout.named(self.spec.layout.batch_spec)
+        microbatches = self.pipeline.schedule.num_microbatches
         shape = (microbatches, global_size // microbatches, length)
         spec = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         return Batch(spec, spec)
@@ -93,11 +114,15 @@ class Step:
         """The compiled form: state donated, every placement fixed, so that nothing recompiles."""
         shardings = self.spec.shardings()
         batch = self.spec.layout.named(self.spec.layout.batch_spec)
+        # Where a bfloat16 value meets a float32 one, XLA may leave out the rounding between them;
+        # it does so in other places on one device than on several (seen on CPU).
+        exact = {"xla_allow_excess_precision": False} if self.spec.layout.reproducible else None
         return jax.jit(
             self.train_step,
             in_shardings=(shardings, Batch(batch, batch)),
             out_shardings=(shardings, None),
             donate_argnums=0,
+            compiler_options=exact,
         )
 
 

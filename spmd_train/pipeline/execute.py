@@ -13,8 +13,11 @@ Manual over `data` and `stage`, automatic (annotated) over `model`. One tick, on
 
 1, 3 and 5 are decided by the table alone, so alike on every device; 2 and 4 differ by stage, and
 each number's collectives depend on the one before, which gives all devices one order. Gradients
-add up locally in FP32 and cross `data` after the scan, once (ZeRO 0 and 1), or are scattered as
-they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
+add up locally in FP32 (accumulate.py) and cross `data` after the scan, once (ZeRO 0 and 1), or are
+scattered as they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
+
+Where sums are reproducible (reproducible.py) the head takes the vocabulary chunk by chunk, and no
+loop has a number of trips that the compiler knows.
 """
 
 from __future__ import annotations
@@ -29,22 +32,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.data.batches import Batch
-from spmd_train.mesh import DATA, MODEL, STAGE
+from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext, Model
-from spmd_train.pipeline.collectives import (
-    accumulate,
-    from_stage,
-    ordered,
-    reduce,
-    shift,
-    total_gradient,
-    whole,
-)
+from spmd_train.pipeline.accumulate import accumulation
+from spmd_train.pipeline.collectives import from_stage, ordered, reduce, shift, whole
 from spmd_train.pipeline.layers import StageLayers
+from spmd_train.pipeline.reproducible import hidden_zero
 from spmd_train.pipeline.schedule import IDLE, Schedule
 from spmd_train.pipeline.vocabulary import Vocabulary
+from spmd_train.pipeline.vocabulary_chunks import ChunkedVocabulary
 from spmd_train.precision.policy import Policy
-from spmd_train.sharding import Layout, as_tuple, only, tree_map_leaves
+from spmd_train.sharding import Layout, only, tree_map_leaves
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def loss_and_gradients(
 
     Args:
         params: as `pipeline.leaves` places them, in the compute dtype.
-        batch: tokens [M, B/M, T] of the whole step.
+        batch: tokens [M, B/M, T] of the whole step (`Step.micro_batched`).
         step: number of the step, for dropout.
 
     Returns:
@@ -122,15 +120,19 @@ def _scan(
     count = reduce(jnp.sum(targets >= 0), DATA)
     weight = jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)
     shared = p.model.shared(T)
-    vocabulary = Vocabulary(
-        p.model, layout, p.leaves, p.model.config.z_loss, jnp.dtype(policy.compute)
-    )
+    sums = accumulation(layout, policy, M)
+    ends = (p.model, layout, p.leaves, p.model.config.z_loss, jnp.dtype(policy.compute), sums)
+    vocabulary, ticks = Vocabulary(*ends), schedule.num_ticks
+    if layout.reproducible:
+        zero = hidden_zero(step)
+        vocabulary, ticks = ChunkedVocabulary(*ends, zero), schedule.num_ticks + zero
 
     def row_keys(m: Any) -> jax.Array | None:
         if not p.model.uses_dropout:
             return None
         key = jax.random.fold_in(jax.random.key(p.seed), step)
-        first = (m * lax.axis_size(DATA) + lax.axis_index(DATA)) * B
+        data, shard = lax.axis_size(DATA), lax.axis_index(DATA)
+        first = (shard * M + m if layout.reproducible else m * data + shard) * B
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(B))
         return jax.random.key_data(keys)
 
@@ -153,17 +155,11 @@ def _scan(
 
         return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
 
-    def add_layer(totals: Any, i: Any, gradients: Any) -> Any:
-        def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
-            return accumulate(total, g, leaf, layout, layer=i)
-
-        return tree_map_leaves(add, p.leaves["blocks"], totals, gradients)
-
-    layers = StageLayers(block, layer_params, L, p.remat, add_layer)
+    layers = StageLayers(block, layer_params, L, p.remat)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
     recipe = layers.recipe(x_like, aux_of(jnp.int32(0))(jnp.int32(0)))
     keeps_input = p.remat == "stage"
-    always_forward, always_backward = schedule.never_idle
+    always_forward, always_backward = (False,) * 2 if layout.reproducible else schedule.never_idle
     # An idle tick that still writes does so in one slot more, that nobody reads.
     idle_writes = (keeps_input or p.idle == "masked") and not always_forward
     slots = schedule.num_slots + idle_writes
@@ -182,17 +178,30 @@ def _scan(
         ring = lax.dynamic_update_index_in_dim(ring, x, slot, 0)
         return layers.forward(x, aux_of(m), n), ring
 
-    def backward(totals: Any, dy: jax.Array, ring: Any, m: Any, slot: Any) -> tuple[Any, jax.Array]:
+    def backward(
+        totals: Any, dy: jax.Array, ring: Any, m: Any, slot: Any, arrival: Any
+    ) -> tuple[Any, jax.Array]:
+        def add(totals: Any, i: Any, gradients: Any) -> Any:
+            return tree_map_leaves(
+                lambda leaf, total, g: sums.add(total, g, leaf, arrival, layer=i),
+                p.leaves["blocks"],
+                totals,
+                gradients,
+            )
+
         active = m != IDLE
         n, dy, aux = trips(active, always_backward), masked(active, dy), aux_of(m)
         if keeps_input:
             x = masked(active, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
             _, ring = layers.forward_keeping(x, layers.ring(recipe, 1), 0, aux, n)
             slot = 0
-        return layers.backward(totals, dy, ring, slot, recipe, aux, n)
+        return layers.backward(totals, dy, ring, slot, recipe, aux, n, add)
 
-    def tick(carry: dict[str, Any], now: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
+    tables = _tables(schedule)
+
+    def tick(t: Any, carry: dict[str, Any]) -> dict[str, Any]:
         c = dict(carry)
+        now = {name: _at(table, t) for name, table in tables.items()}
         first_in, last_out = now["forward"][0], now["forward"][-1]
         forward_m, backward_m = now["forward"][stage], now["backward"][stage]
         first_out = now["backward"][0]
@@ -210,11 +219,12 @@ def _scan(
         # 3 head and loss; its gradient waits in a ring for the last stage's backward
         def head(carry: Any) -> Any:
             totals, losses, dys = carry
+            arrival = now["forward_arrival"][-1]
             totals, added, dy = vocabulary.head(
-                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight
+                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight, arrival
             )
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
-            return totals, losses + added, dys
+            return totals, sums.plus(losses, added, arrival), dys
 
         c["ends"], c["losses"], c["head_dy"] = _when(
             always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
@@ -222,8 +232,9 @@ def _scan(
         # 4 backward
         head_dy = lax.dynamic_index_in_dim(c["head_dy"], now["head_slot_read"], 0, keepdims=False)
         dy = jnp.where(stage == S - 1, head_dy, c["dy"]) if S > 1 else head_dy
+        arrivals = now["backward_arrival"]
         c["blocks"], dx = backward(
-            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage]
+            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage], arrivals[stage]
         )
 
         # 5 look-up gradient
@@ -232,26 +243,17 @@ def _scan(
             dx = from_stage(dx, 0)
             keys = typed(row_keys(first_out))
             tokens = _at(inputs, first_out)
-            return vocabulary.lookup_gradient(params, totals, tokens, keys, dx), dx
+            totals = vocabulary.lookup_gradient(params, totals, tokens, keys, dx, arrivals[0])
+            return totals, dx
 
         c["ends"], first_dx = _when(
             always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
         )
         # 6 sends
         if S > 1:
-            t = now["tick"]
-            c["x"] = shift(ordered(y, first_dx, t), +1)
-            c["dy"] = shift(ordered(dx, c["x"], t), -1)
-        return c, None
-
-    def accumulators(group: Any) -> Any:
-        def zeros(leaf: Any, a: jax.Array) -> jax.Array:
-            spec = layout.accumulator_spec(leaf)
-            shape = _local_shape(leaf.shape, spec, layout)
-            z = jnp.zeros(shape, policy.accumulate)
-            return lax.with_sharding_constraint(z, only(spec, {MODEL}))
-
-        return tree_map_leaves(zeros, p.leaves[group], params[group])
+            c["x"] = shift(ordered(y, first_dx, now["tick"]), +1)
+            c["dy"] = shift(ordered(dx, c["x"], now["tick"]), -1)
+        return c
 
     x0 = layout.constrain(jnp.zeros(x_like.shape, x_like.dtype), "batch", "sequence", "embed")
     carry = {
@@ -261,24 +263,28 @@ def _scan(
         if keeps_input
         else layers.ring(recipe, slots),
         "head_dy": jnp.zeros((schedule.num_head_slots, *x0.shape), x0.dtype),
-        "ends": {group: accumulators(group) for group in ("embed", "head")},
-        "blocks": accumulators("blocks"),
-        "losses": jnp.zeros(2, jnp.float32),
+        "ends": vocabulary.accumulators(),
+        "blocks": tree_map_leaves(sums.zeros, p.leaves["blocks"]),
+        "losses": sums.start(jnp.zeros(2, jnp.float32)),
     }
-    carry, _ = lax.scan(tick, carry, _tables(schedule))
-    totals = {"blocks": carry["blocks"], **carry["ends"]}
-    gradients = tree_map_leaves(lambda leaf, g: total_gradient(g, leaf, layout), p.leaves, totals)
-    loss, z_loss = reduce(carry["losses"], DATA)
+    carry = lax.fori_loop(0, ticks, tick, carry)
+    blocks = tree_map_leaves(
+        lambda leaf, total: sums.total(total, leaf), p.leaves["blocks"], carry["blocks"]
+    )
+    gradients = {"blocks": blocks, **vocabulary.gradients(carry["ends"])}
+    loss, z_loss = sums.losses(carry["losses"])
     return {"loss": loss, "z_loss": z_loss, "tokens": count}, gradients
 
 
 def _tables(schedule: Schedule) -> dict[str, jax.Array]:
-    """The schedule as the scan reads it: one row a tick."""
+    """The schedule as a tick reads it: its row of each table."""
     ring, head = schedule.num_slots, schedule.num_head_slots
     tables = {
         "tick": jnp.arange(schedule.num_ticks),
         "forward": schedule.forward,
         "backward": schedule.backward,
+        "forward_arrival": schedule.arrivals(schedule.forward),
+        "backward_arrival": schedule.arrivals(schedule.backward),
         "forward_slot": schedule.slot(schedule.forward, ring),
         "backward_slot": schedule.slot(schedule.backward, ring),
         "head_slot": schedule.slot(schedule.forward[:, -1], head),
@@ -290,13 +296,3 @@ def _tables(schedule: Schedule) -> dict[str, jax.Array]:
 def _at(x: jax.Array, m: Any) -> jax.Array:
     """Micro-batch m of x [M, B, T]."""
     return lax.dynamic_index_in_dim(x, m, 0, keepdims=False)
-
-
-def _local_shape(shape: tuple[int, ...], spec: P, layout: Layout) -> tuple[int, ...]:
-    """Shape inside the manual region: data and stage shards cut, model still whole."""
-
-    def shards(entry: Any) -> int:
-        return layout.size(*(a for a in as_tuple(entry) if a != MODEL))
-
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return tuple(n // shards(e) for n, e in zip(shape, entries, strict=True))

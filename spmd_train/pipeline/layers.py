@@ -55,14 +55,12 @@ class StageLayers:
         params: layer number on this stage -> its parameters.
         count: number of layers on a stage.
         remat: key in `REMAT`.
-        add: (accumulators, layer number, gradients of that layer) -> accumulators.
     """
 
     block: Callable[[Any, jax.Array, Any], jax.Array]
     params: Callable[[Any], Any]
     count: int
     remat: str
-    add: Callable[[Any, Any, Any], Any]
 
     def _differentiable(self) -> Callable[[Any, jax.Array, Any], jax.Array]:
         policy = REMAT[self.remat]
@@ -124,8 +122,12 @@ class StageLayers:
         recipe: Recipe,
         aux: Callable[[Any], Any],
         trips: Any,
+        add: Callable[[Any, Any, Any], Any],
     ) -> tuple[Any, jax.Array]:
-        """Walk back from the last layer: gradients into `totals`, returns them and dx."""
+        """Walk back from the last layer: gradients into `totals`, returns them and dx.
+
+        `add`: (accumulators, layer number, gradients of that layer) -> accumulators.
+        """
 
         def one(k: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             totals, dy = carry
@@ -137,6 +139,6 @@ class StageLayers:
             )
             residuals = [next(stored) if j is None else known[j] for j in recipe.known]
             gradients, dx = jax.tree.unflatten(recipe.treedef, residuals)(dy)
-            return self.add(totals, i, gradients), dx
+            return add(totals, i, gradients), dx
 
         return lax.fori_loop(0, trips, one, (totals, dy))

@@ -1,0 +1,261 @@
+"""The vocabulary's ends in a fixed number of chunks, so that their sums do not follow the mesh.
+
+A sum over the vocabulary is split over (stage, model), so plainly taken it would have another order
+on every mesh. Here the rows form C = `Layout.logical_shards` chunks everywhere; a device loops over
+its own C / (stages x model shards) of them, in kernels of one shape, and the chunks' partial sums
+meet in one binary tree: on the device as they come, then across devices.
+
+The softmax takes two passes over the chunks, since no gradient can be made before the whole sum of
+exponentials is known; the second computes the logits again instead of holding all of them.
+
+Axes: B rows of one micro-batch here, T sequence in Q parts of T/Q, D width, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from spmd_train.mesh import MODEL, STAGE
+from spmd_train.model import VocabRows
+from spmd_train.pipeline.collectives import exchanged_sum
+from spmd_train.pipeline.reproducible import push, stack_depth, tree_sum
+from spmd_train.pipeline.vocabulary import MASKED, Vocabulary
+from spmd_train.sharding import Leaf, tree_map_leaves
+
+FROM_HEAD = "embed, from the head"
+
+
+@dataclass(frozen=True)
+class ChunkedVocabulary(Vocabulary):
+    """`Vocabulary` whose every sum over vocabulary rows has one order.
+
+    Attributes:
+        zero: 0, not known to the compiler (`reproducible.hidden_zero`).
+    """
+
+    zero: jax.Array
+
+    # The two gradients of a tied embedding arrive in an order that depends on the number of stages:
+    # each has its own accumulator, and the two sums are added last.
+    def accumulators(self) -> Any:
+        empty = super().accumulators()
+        if self.model.architecture.tied:
+            empty[FROM_HEAD] = tree_map_leaves(self.sums.zeros, self.leaves["embed"])
+        return empty
+
+    def gradients(self, totals: Any) -> Any:
+        gradients = super().gradients(totals)
+        if self.model.architecture.tied:
+            from_head = self._totals("embed", totals[FROM_HEAD])
+            gradients["embed"] = jax.tree.map(jnp.add, gradients["embed"], from_head)
+        return gradients
+
+    def _embed_gradients(self, embed: Any, tokens: jax.Array, dx: jax.Array) -> Any:
+        leaves = self.leaves["embed"]
+
+        def local(embed: Any, tokens: jax.Array, dx: jax.Array, zero: jax.Array) -> Any:
+            def gradients(part: Any, rows: VocabRows) -> tuple[Any, tuple[()]]:
+                _, pullback = jax.vjp(lambda e: self.model.embed({"embed": e}, tokens, rows), part)
+                return pullback(dx)[0], ()
+
+            return self._sum_over_chunks(gradients, leaves, embed, (), zero)[0]
+
+        return self._by_model_shard(local, leaves, lambda of_params: of_params)(
+            embed, tokens, dx, self.zero
+        )
+
+    def head(
+        self,
+        params: Any,
+        totals: Any,
+        y: jax.Array,
+        targets: jax.Array,
+        weight: jax.Array,
+        arrival: Any,
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        groups = self.model.head_reads
+        leaves = {group: self.leaves[group] for group in groups}
+        head = self._by_model_shard(self._head, leaves, lambda of_params: (P(), of_params, P()))
+        losses, gradients, dy = head(
+            {group: params[group] for group in groups},
+            self.layout.constrain(y, "batch", None, "embed"),
+            targets,
+            weight,
+            self.zero,
+        )
+        added = {}
+        for group in groups:
+            name = FROM_HEAD if group == "embed" else group
+            added[name] = self._accumulate(group, totals[name], gradients[group], arrival)
+        return {**totals, **added}, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
+
+    def _head(
+        self, read: Any, y: jax.Array, targets: jax.Array, weight: jax.Array, zero: jax.Array
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """One model shard's part of `head`: losses [2], gradients of `read`, dy [B, T, D]."""
+        leaves = {group: self.leaves[group] for group in read}
+        B, T, D = y.shape
+        Q = self._chunks(y.shape, self._chunk_size)
+        y = jnp.swapaxes(y.reshape(B, Q, T // Q, D), 0, 1)
+        targets = jnp.swapaxes(targets.reshape(B, Q, T // Q), 0, 1)
+
+        def logits_of(part: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
+            return jnp.where(rows.padding, MASKED, self.model.head(part, y, rows))
+
+        def measure(c: Any, measures: jax.Array) -> jax.Array:
+            part, rows = self._chunk(leaves, read, c), self._chunk_rows(c)
+
+            def one(_: None, now: Any) -> tuple[None, jax.Array]:
+                y, targets = now
+                logits = logits_of(part, y, rows)
+                top = logits.max(-1)
+                exponentials = jnp.exp(logits - top[..., None]).sum(-1)
+                at_target = jnp.where(_hot(rows, targets), logits, 0.0).sum(-1)
+                return None, jnp.stack([top, exponentials, at_target])
+
+            found = lax.scan(one, None, (y, targets))[1]
+            return lax.dynamic_update_index_in_dim(measures, found, c, 0)
+
+        measures = jnp.zeros((self._chunks_here, Q, 3, B, T // Q), jnp.float32)
+        measures = lax.fori_loop(0, self._chunks_here + zero, measure, measures)
+        measures = lax.all_gather(measures, (STAGE, MODEL), tiled=True)  # [C, Q, 3, B, T/Q]
+        tops, totals, at_targets = (measures[:, :, k] for k in range(3))
+        top = tops.max(0)
+        total = tree_sum(totals * jnp.exp(tops - top))
+        log_total, at_target = jnp.log(total), tree_sum(at_targets) - top
+        log_z = log_total + top
+        token_weight = jnp.where(targets >= 0, weight, 0.0)
+        losses = jnp.stack(
+            [
+                jnp.sum((log_total - at_target) * token_weight),
+                jnp.sum(self.z_loss * log_z**2 * token_weight),
+            ]
+        )
+        slope = (1.0 + 2.0 * self.z_loss * log_z) / total  # d(nll + z log_z^2) / d(exponential)
+
+        def differentiate(part: Any, rows: VocabRows) -> tuple[Any, jax.Array]:
+            def one(sums: Any, now: Any) -> tuple[Any, jax.Array]:
+                y, targets, top, slope, token_weight = now
+                logits, pullback = jax.vjp(lambda p, y: logits_of(p, y, rows), part, y)
+                exponentials = jnp.exp(logits - top[..., None])
+                d_logits = exponentials * slope[..., None] - _hot(rows, targets)
+                gradients, dy = pullback(d_logits * token_weight[..., None])
+                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients), dy
+
+            empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), part)
+            sums, dy = lax.scan(one, empty, (y, targets, top, slope, token_weight))
+            return sums, jnp.swapaxes(dy, 0, 1).reshape(B, T, D)
+
+        like = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+        gradients, dy = self._sum_over_chunks(differentiate, leaves, read, like, zero)
+        return losses, gradients, dy.astype(y.dtype)
+
+    # ------------------------------------------------------------------------------ the chunks
+    @property
+    def _chunks_here(self) -> int:
+        return self.layout.logical_shards // self.layout.size(STAGE, MODEL)
+
+    @property
+    def _chunk_size(self) -> int:
+        vocab = self.model.config.vocab
+        return self.layout.padded(("vocab",), (vocab,))[0] // self.layout.logical_shards
+
+    def _chunk_rows(self, c: Any) -> VocabRows:
+        """Rows of this device's chunk c; devices hold the vocabulary stage by stage."""
+        device = lax.axis_index(STAGE) * self.layout.size(MODEL) + lax.axis_index(MODEL)
+        start = (device * self._chunks_here + c) * self._chunk_size
+        return VocabRows(start, self._chunk_size, self.model.config.vocab)
+
+    def _chunk(self, leaves: Any, params: Any, c: Any) -> Any:
+        """The parameters with chunk c of their vocabulary rows only."""
+
+        def cut(leaf: Leaf, p: jax.Array) -> jax.Array:
+            if "vocab" not in leaf.axes:
+                return p
+            d = leaf.axes.index("vocab")
+            return lax.dynamic_slice_in_dim(p, c * self._chunk_size, self._chunk_size, d)
+
+        return tree_map_leaves(cut, leaves, params)
+
+    def _by_model_shard(
+        self, fn: Callable[..., Any], leaves: Any, out_specs: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
+        """`fn(params, *arrays)` with `model` manual: vocabulary rows cut, all else whole."""
+
+        def spec(leaf: Leaf) -> P:
+            return P(*[MODEL if axis == "vocab" else None for axis in leaf.axes])
+
+        of_params = tree_map_leaves(spec, leaves)
+
+        def mapped(params: Any, *arrays: jax.Array) -> Any:
+            return jax.shard_map(
+                fn,
+                in_specs=(of_params, *(P(),) * len(arrays)),
+                out_specs=out_specs(of_params),
+                axis_names={MODEL},
+                check_vma=False,
+            )(params, *arrays)
+
+        return mapped
+
+    def _sum_over_chunks(
+        self,
+        fn: Callable[[Any, VocabRows], tuple[Any, Any]],
+        leaves: Any,
+        params: Any,
+        like: Any,
+        zero: jax.Array,
+    ) -> tuple[Any, Any]:
+        """`fn(parameters of a chunk, its rows) -> (their gradients, more)`, over all chunks.
+
+        Args:
+            like: shapes of `more`, arrays to be summed as they are.
+
+        Returns:
+            Gradients, float32: of vocabulary rows this device's own, of other parameters summed
+            over the chunks of all devices. The sum of `more`, likewise.
+        """
+
+        def stack(x: Any) -> jax.Array:
+            return jnp.zeros((stack_depth(self._chunks_here), *x.shape), jnp.float32)
+
+        def empty(leaf: Leaf, p: jax.Array) -> jax.Array:
+            return jnp.zeros(p.shape, jnp.float32) if "vocab" in leaf.axes else stack(p)
+
+        def one(c: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            def add(leaf: Leaf, total: jax.Array, g: jax.Array) -> jax.Array:
+                if "vocab" not in leaf.axes:
+                    return push(total, g, c, 1)
+                d = leaf.axes.index("vocab")
+                g = g.astype(jnp.float32)
+                return lax.dynamic_update_slice_in_dim(total, g, c * self._chunk_size, d)
+
+            gradients, more = fn(self._chunk(leaves, params, c), self._chunk_rows(c))
+            return (
+                tree_map_leaves(add, leaves, carry[0], gradients),
+                jax.tree.map(lambda total, x: push(total, x, c, 1), carry[1], more),
+            )
+
+        def whole(stack: jax.Array) -> jax.Array:
+            return exchanged_sum(stack[0], (STAGE, MODEL))
+
+        start = (tree_map_leaves(empty, leaves, params), jax.tree.map(stack, like))
+        gradients, more = lax.fori_loop(0, self._chunks_here + zero, one, start)
+        return (
+            tree_map_leaves(
+                lambda leaf, g: g if "vocab" in leaf.axes else whole(g), leaves, gradients
+            ),
+            jax.tree.map(whole, more),
+        )
+
+
+def _hot(rows: VocabRows, targets: jax.Array) -> jax.Array:
+    """[..., V_chunk] bool, true at the target's row."""
+    return jnp.arange(rows.size) == rows.local(targets)[..., None]
