@@ -21,7 +21,12 @@ from spmd_train.data.batches import Batch, micro_batched
 from spmd_train.mesh import DATA
 from spmd_train.optim import select
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
-from spmd_train.pipeline.reproducible import global_norm, hidden_zero, rounded_products
+from spmd_train.pipeline.reproducible import (
+    COMPILER_OPTIONS,
+    global_norm,
+    hidden_zero,
+    rounded_products,
+)
 from spmd_train.precision import master_of
 from spmd_train.sharding import Leaf, tree_map_leaves
 from spmd_train.state import StateSpec, TrainState
@@ -114,15 +119,12 @@ class Step:
         """The compiled form: state donated, every placement fixed, so that nothing recompiles."""
         shardings = self.spec.shardings()
         batch = self.spec.layout.named(self.spec.layout.batch_spec)
-        # Where a bfloat16 value meets a float32 one, XLA may leave out the rounding between them;
-        # it does so in other places on one device than on several (seen on CPU).
-        exact = {"xla_allow_excess_precision": False} if self.spec.layout.reproducible else None
         return jax.jit(
             self.train_step,
             in_shardings=(shardings, Batch(batch, batch)),
             out_shardings=(shardings, None),
             donate_argnums=0,
-            compiler_options=exact,
+            compiler_options=COMPILER_OPTIONS if self.spec.layout.reproducible else None,
         )
 
 

@@ -16,14 +16,15 @@ each number's collectives depend on the one before, which gives all devices one 
 add up locally in FP32 (accumulate.py) and cross `data` after the scan, once (ZeRO 0 and 1), or are
 scattered as they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
 
-Where sums are reproducible (reproducible.py) the head takes the vocabulary chunk by chunk, and no
-loop has a number of trips that the compiler knows.
+Where sums are reproducible (reproducible.py) the head takes the vocabulary chunk by chunk, and each
+layer is compiled by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,8 +37,8 @@ from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext, Model
 from spmd_train.pipeline.accumulate import accumulation
 from spmd_train.pipeline.collectives import from_stage, ordered, reduce, shift, whole
-from spmd_train.pipeline.layers import StageLayers
-from spmd_train.pipeline.reproducible import hidden_zero
+from spmd_train.pipeline.layers import StageLayers, together
+from spmd_train.pipeline.reproducible import hidden_zero, isolated
 from spmd_train.pipeline.schedule import IDLE, Schedule
 from spmd_train.pipeline.vocabulary import Vocabulary
 from spmd_train.pipeline.vocabulary_chunks import ChunkedVocabulary
@@ -122,10 +123,10 @@ def _scan(
     shared = p.model.shared(T)
     sums = accumulation(layout, policy, M)
     ends = (p.model, layout, p.leaves, p.model.config.z_loss, jnp.dtype(policy.compute), sums)
-    vocabulary, ticks = Vocabulary(*ends), schedule.num_ticks
+    vocabulary, isolate = Vocabulary(*ends), together
     if layout.reproducible:
         zero = hidden_zero(step)
-        vocabulary, ticks = ChunkedVocabulary(*ends, zero), schedule.num_ticks + zero
+        vocabulary, isolate = ChunkedVocabulary(*ends, zero), partial(isolated, zero=zero)
 
     def row_keys(m: Any) -> jax.Array | None:
         if not p.model.uses_dropout:
@@ -155,11 +156,11 @@ def _scan(
 
         return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
 
-    layers = StageLayers(block, layer_params, L, p.remat)
+    layers = StageLayers(block, layer_params, L, p.remat, isolate)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
     recipe = layers.recipe(x_like, aux_of(jnp.int32(0))(jnp.int32(0)))
     keeps_input = p.remat == "stage"
-    always_forward, always_backward = (False,) * 2 if layout.reproducible else schedule.never_idle
+    always_forward, always_backward = schedule.never_idle
     # An idle tick that still writes does so in one slot more, that nobody reads.
     idle_writes = (keeps_input or p.idle == "masked") and not always_forward
     slots = schedule.num_slots + idle_writes
@@ -197,11 +198,8 @@ def _scan(
             slot = 0
         return layers.backward(totals, dy, ring, slot, recipe, aux, n, add)
 
-    tables = _tables(schedule)
-
-    def tick(t: Any, carry: dict[str, Any]) -> dict[str, Any]:
+    def tick(carry: dict[str, Any], now: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
         c = dict(carry)
-        now = {name: _at(table, t) for name, table in tables.items()}
         first_in, last_out = now["forward"][0], now["forward"][-1]
         forward_m, backward_m = now["forward"][stage], now["backward"][stage]
         first_out = now["backward"][0]
@@ -251,9 +249,10 @@ def _scan(
         )
         # 6 sends
         if S > 1:
-            c["x"] = shift(ordered(y, first_dx, now["tick"]), +1)
-            c["dy"] = shift(ordered(dx, c["x"], now["tick"]), -1)
-        return c
+            t = now["tick"]
+            c["x"] = shift(ordered(y, first_dx, t), +1)
+            c["dy"] = shift(ordered(dx, c["x"], t), -1)
+        return c, None
 
     x0 = layout.constrain(jnp.zeros(x_like.shape, x_like.dtype), "batch", "sequence", "embed")
     carry = {
@@ -267,7 +266,7 @@ def _scan(
         "blocks": tree_map_leaves(sums.zeros, p.leaves["blocks"]),
         "losses": sums.start(jnp.zeros(2, jnp.float32)),
     }
-    carry = lax.fori_loop(0, ticks, tick, carry)
+    carry, _ = lax.scan(tick, carry, _tables(schedule))
     blocks = tree_map_leaves(
         lambda leaf, total: sums.total(total, leaf), p.leaves["blocks"], carry["blocks"]
     )
@@ -277,7 +276,7 @@ def _scan(
 
 
 def _tables(schedule: Schedule) -> dict[str, jax.Array]:
-    """The schedule as a tick reads it: its row of each table."""
+    """The schedule as the scan reads it: one row a tick."""
     ring, head = schedule.num_slots, schedule.num_head_slots
     tables = {
         "tick": jnp.arange(schedule.num_ticks),

@@ -30,6 +30,11 @@ REMAT: dict[str, Callable[..., bool] | None] = {
 Ring = list[jax.Array]  # one array [slots, layers, ...] per residual of a layer
 
 
+def together(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave it to the compiler what a layer is compiled together with."""
+    return fn
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a layer's vjp is put together again.
@@ -55,12 +60,14 @@ class StageLayers:
         params: layer number on this stage -> its parameters.
         count: number of layers on a stage.
         remat: key in `REMAT`.
+        isolate: wraps what one layer computes, forward or backward.
     """
 
     block: Callable[[Any, jax.Array, Any], jax.Array]
     params: Callable[[Any], Any]
     count: int
     remat: str
+    isolate: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def _differentiable(self) -> Callable[[Any, jax.Array, Any], jax.Array]:
         policy = REMAT[self.remat]
@@ -95,7 +102,8 @@ class StageLayers:
 
     def forward(self, x: jax.Array, aux: Callable[[Any], Any], trips: Any) -> jax.Array:
         """The first `trips` layers, nothing kept; `trips` is 0 for an idle tick."""
-        return lax.fori_loop(0, trips, lambda i, x: self.block(self.params(i), x, aux(i)), x)
+        block = self.isolate(self.block)
+        return lax.fori_loop(0, trips, lambda i, x: block(self.params(i), x, aux(i)), x)
 
     def forward_keeping(
         self, x: jax.Array, ring: Ring, slot: Any, aux: Callable[[Any], Any], trips: Any
@@ -104,7 +112,7 @@ class StageLayers:
 
         def one(i: Any, carry: tuple[jax.Array, Ring]) -> tuple[jax.Array, Ring]:
             x, ring = carry
-            y, saved, _ = self._vjp(self.params(i), x, aux(i))
+            y, saved = self.isolate(lambda *a: self._vjp(*a)[:2])(self.params(i), x, aux(i))
             ring = [
                 lax.dynamic_update_slice(r, s[None, None], (slot, i) + (0,) * s.ndim)
                 for r, s in zip(ring, saved, strict=True)
@@ -138,7 +146,8 @@ class StageLayers:
                 for r in ring
             )
             residuals = [next(stored) if j is None else known[j] for j in recipe.known]
-            gradients, dx = jax.tree.unflatten(recipe.treedef, residuals)(dy)
+            pullback = self.isolate(lambda r, dy: jax.tree.unflatten(recipe.treedef, r)(dy))
+            gradients, dx = pullback(residuals, dy)
             return add(totals, i, gradients), dx
 
         return lax.fori_loop(0, trips, one, (totals, dy))

@@ -17,10 +17,11 @@ A data shard holds whole subtrees, since both numbers are powers of two, so wher
 changes no addition. Floating-point addition commutes, so a schedule whose backward passes come
 newest first (gpipe) walks the mirror image of the tree and gets the same bits.
 
-Two things besides the order of sums would change bits. XLA inlines a loop of one trip and fuses its
-body with what is around it, which contracts other products and sums into FMAs: every loop that a
-mesh can shrink to one trip takes its number of trips from `hidden_zero`. And x + 0 is not x for
-x = -0: what is summed with zeros to move it between devices uses -0 (collectives.py).
+Two things besides the order of sums would change bits. What a compiler fuses decides which products
+and sums it contracts into FMAs, and fusions change with the shapes around a computation: whatever
+multiplies runs `isolated`, in one shape on every mesh, or elementwise with `rounded_products`. And
+x + 0 is not x for x = -0: what is summed with zeros to move it between devices uses -0
+(collectives.py).
 """
 
 from __future__ import annotations
@@ -40,9 +41,39 @@ from spmd_train.mesh import DATA, MODEL, STAGE
 from spmd_train.sharding import Layout, Leaf, as_tuple, tree_map_leaves
 
 
+# What XLA would otherwise decide by the size of the whole program (seen on CPU, JAX 0.10.2):
+# - where a bfloat16 value is used in float32 again, whether the rounding is left out;
+# - which kernels share a module, and so whether they are optimised (without LLVM's optimisations,
+#   as the tests compile, a module still gets them where one of its kernels calls exp or pow).
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_allow_excess_precision": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+
+
 def hidden_zero(step: jax.Array) -> jax.Array:
     """0, int32, of a step number; the compiler cannot know that steps are not negative."""
     return jnp.minimum(step, 0)
+
+
+def isolated(fn: Callable[..., Any], zero: jax.Array) -> Callable[..., Any]:
+    """`fn`, compiled by itself: nothing is fused into it, and it is fused into nothing.
+
+    A loop of 1 + `zero` trips, which the compiler cannot inline. (`lax.optimization_barrier` does
+    not do on CPU with JAX 0.10.2: XLA drops it before it fuses.) The arguments go around the loop
+    and change on the way, or what depends on them alone would be moved out of it.
+    """
+
+    def call(*args: Any) -> Any:
+        def once(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            args = carry[0]
+            return jax.tree.map(jnp.zeros_like, args), fn(*args)
+
+        like = jax.eval_shape(fn, *args)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.fori_loop(0, 1 + zero, once, (args, start))[1]
+
+    return call
 
 
 def tree_sum(x: jax.Array, axis: int = 0) -> jax.Array:
@@ -158,12 +189,16 @@ def chunk_counts(leaf: Leaf, layout: Layout) -> tuple[int, ...]:
 def global_norm(gradients: Any, leaves: Any, layout: Layout, step: jax.Array) -> jax.Array:
     """Global norm of gradients placed for the optimizer, replicas counted once; float32.
 
-    Where sums are reproducible: squares summed over parts of one shape on every mesh, by the same
-    loop, then `tree_sum`.
+    Where sums are reproducible: squares summed over parts of one shape on every mesh, then
+    `tree_sum`.
     """
     if not layout.reproducible:
         return optax.tree.norm(gradients)
     zero = hidden_zero(step)
+
+    def sum_of_squares(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return jnp.sum(x * x)
 
     def partial_sums(leaf: Leaf, gradient: jax.Array) -> jax.Array:
         counts = chunk_counts(leaf, layout)
@@ -175,12 +210,11 @@ def global_norm(gradients: Any, leaves: Any, layout: Layout, step: jax.Array) ->
             def one(i: Any, sums: jax.Array) -> jax.Array:
                 index = jnp.unravel_index(i, grid)
                 start = [k * p for k, p in zip(index, part, strict=True)]
-                values = lax.dynamic_slice(x, start, part).astype(jnp.float32)
-                squares = jnp.sum(values * values)
+                squares = isolated(sum_of_squares, zero)(lax.dynamic_slice(x, start, part))
                 return lax.dynamic_update_index_in_dim(sums, squares, i, 0)
 
             n = math.prod(grid)
-            return lax.fori_loop(0, n + zero, one, jnp.zeros(n, jnp.float32)).reshape(grid)
+            return lax.fori_loop(0, n, one, jnp.zeros(n, jnp.float32)).reshape(grid)
 
         spec = leaf.zero_spec
         sums = jax.shard_map(

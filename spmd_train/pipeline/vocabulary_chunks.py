@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_train.mesh import MODEL, STAGE
 from spmd_train.model import VocabRows
 from spmd_train.pipeline.collectives import exchanged_sum
-from spmd_train.pipeline.reproducible import push, stack_depth, tree_sum
+from spmd_train.pipeline.reproducible import isolated, push, stack_depth, tree_sum
 from spmd_train.pipeline.vocabulary import MASKED, Vocabulary
 from spmd_train.sharding import Leaf, tree_map_leaves
 
@@ -60,15 +60,16 @@ class ChunkedVocabulary(Vocabulary):
     def _embed_gradients(self, embed: Any, tokens: jax.Array, dx: jax.Array) -> Any:
         leaves = self.leaves["embed"]
 
-        def local(embed: Any, tokens: jax.Array, dx: jax.Array, zero: jax.Array) -> Any:
-            def gradients(part: Any, rows: VocabRows) -> tuple[Any, tuple[()]]:
-                _, pullback = jax.vjp(lambda e: self.model.embed({"embed": e}, tokens, rows), part)
-                return pullback(dx)[0], ()
+        def gradients(part: Any, first: Any, tokens: jax.Array, dx: jax.Array) -> Any:
+            rows = self._chunk_rows(first)
+            _, pullback = jax.vjp(lambda e: self.model.embed({"embed": e}, tokens, rows), part)
+            return pullback(dx)[0], ()
 
-            return self._sum_over_chunks(gradients, leaves, embed, (), zero)[0]
+        def local(embed: Any, zero: jax.Array, *arrays: jax.Array) -> Any:
+            return self._sum_over_chunks(gradients, leaves, embed, arrays, (), zero)[0]
 
         return self._by_model_shard(local, leaves, lambda of_params: of_params)(
-            embed, tokens, dx, self.zero
+            embed, self.zero, tokens, dx
         )
 
     def head(
@@ -85,10 +86,10 @@ class ChunkedVocabulary(Vocabulary):
         head = self._by_model_shard(self._head, leaves, lambda of_params: (P(), of_params, P()))
         losses, gradients, dy = head(
             {group: params[group] for group in groups},
+            self.zero,
             self.layout.constrain(y, "batch", None, "embed"),
             targets,
             weight,
-            self.zero,
         )
         added = {}
         for group in groups:
@@ -97,7 +98,7 @@ class ChunkedVocabulary(Vocabulary):
         return {**totals, **added}, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
 
     def _head(
-        self, read: Any, y: jax.Array, targets: jax.Array, weight: jax.Array, zero: jax.Array
+        self, read: Any, zero: jax.Array, y: jax.Array, targets: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, Any, jax.Array]:
         """One model shard's part of `head`: losses [2], gradients of `read`, dy [B, T, D]."""
         leaves = {group: self.leaves[group] for group in read}
@@ -109,10 +110,10 @@ class ChunkedVocabulary(Vocabulary):
         def logits_of(part: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
             return jnp.where(rows.padding, MASKED, self.model.head(part, y, rows))
 
-        def measure(c: Any, measures: jax.Array) -> jax.Array:
-            part, rows = self._chunk(leaves, read, c), self._chunk_rows(c)
+        def measure(part: Any, first: Any, y: jax.Array, targets: jax.Array) -> jax.Array:
+            rows = self._chunk_rows(first)
 
-            def one(_: None, now: Any) -> tuple[None, jax.Array]:
+            def one(_: None, now: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
                 y, targets = now
                 logits = logits_of(part, y, rows)
                 top = logits.max(-1)
@@ -120,28 +121,38 @@ class ChunkedVocabulary(Vocabulary):
                 at_target = jnp.where(_hot(rows, targets), logits, 0.0).sum(-1)
                 return None, jnp.stack([top, exponentials, at_target])
 
-            found = lax.scan(one, None, (y, targets))[1]
+            return lax.scan(one, None, (y, targets))[1]
+
+        def measure_chunk(c: Any, measures: jax.Array) -> jax.Array:
+            part, first = self._chunk(leaves, read, c), self._first_row(c)
+            found = isolated(measure, zero)(part, first, y, targets)
             return lax.dynamic_update_index_in_dim(measures, found, c, 0)
 
-        measures = jnp.zeros((self._chunks_here, Q, 3, B, T // Q), jnp.float32)
-        measures = lax.fori_loop(0, self._chunks_here + zero, measure, measures)
-        measures = lax.all_gather(measures, (STAGE, MODEL), tiled=True)  # [C, Q, 3, B, T/Q]
-        tops, totals, at_targets = (measures[:, :, k] for k in range(3))
-        top = tops.max(0)
-        total = tree_sum(totals * jnp.exp(tops - top))
-        log_total, at_target = jnp.log(total), tree_sum(at_targets) - top
-        log_z = log_total + top
-        token_weight = jnp.where(targets >= 0, weight, 0.0)
-        losses = jnp.stack(
-            [
-                jnp.sum((log_total - at_target) * token_weight),
-                jnp.sum(self.z_loss * log_z**2 * token_weight),
-            ]
-        )
-        slope = (1.0 + 2.0 * self.z_loss * log_z) / total  # d(nll + z log_z^2) / d(exponential)
+        def softmax(measures: jax.Array, targets: jax.Array, weight: jax.Array) -> Any:
+            tops, totals, at_targets = (measures[:, :, k] for k in range(3))
+            top = tops.max(0)
+            total = tree_sum(totals * jnp.exp(tops - top))
+            log_total, at_target = jnp.log(total), tree_sum(at_targets) - top
+            log_z = log_total + top
+            token_weight = jnp.where(targets >= 0, weight, 0.0)
+            losses = jnp.stack(
+                [
+                    jnp.sum((log_total - at_target) * token_weight),
+                    jnp.sum(self.z_loss * log_z**2 * token_weight),
+                ]
+            )
+            slope = (1.0 + 2.0 * self.z_loss * log_z) / total  # d(nll + z log_z^2) / d(exponential)
+            return losses, top, slope, token_weight
 
-        def differentiate(part: Any, rows: VocabRows) -> tuple[Any, jax.Array]:
-            def one(sums: Any, now: Any) -> tuple[Any, jax.Array]:
+        measures = jnp.zeros((self._chunks_here, Q, 3, B, T // Q), jnp.float32)
+        measures = lax.fori_loop(0, self._chunks_here, measure_chunk, measures)
+        measures = lax.all_gather(measures, (STAGE, MODEL), tiled=True)  # [C, Q, 3, B, T/Q]
+        losses, *of_tokens = isolated(softmax, zero)(measures, targets, weight)
+
+        def differentiate(part: Any, first: Any, *arrays: jax.Array) -> tuple[Any, jax.Array]:
+            rows = self._chunk_rows(first)
+
+            def one(sums: Any, now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
                 y, targets, top, slope, token_weight = now
                 logits, pullback = jax.vjp(lambda p, y: logits_of(p, y, rows), part, y)
                 exponentials = jnp.exp(logits - top[..., None])
@@ -150,11 +161,11 @@ class ChunkedVocabulary(Vocabulary):
                 return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients), dy
 
             empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), part)
-            sums, dy = lax.scan(one, empty, (y, targets, top, slope, token_weight))
+            sums, dy = lax.scan(one, empty, arrays)
             return sums, jnp.swapaxes(dy, 0, 1).reshape(B, T, D)
 
-        like = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-        gradients, dy = self._sum_over_chunks(differentiate, leaves, read, like, zero)
+        arrays, like = (y, targets, *of_tokens), jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+        gradients, dy = self._sum_over_chunks(differentiate, leaves, read, arrays, like, zero)
         return losses, gradients, dy.astype(y.dtype)
 
     # ------------------------------------------------------------------------------ the chunks
@@ -167,11 +178,13 @@ class ChunkedVocabulary(Vocabulary):
         vocab = self.model.config.vocab
         return self.layout.padded(("vocab",), (vocab,))[0] // self.layout.logical_shards
 
-    def _chunk_rows(self, c: Any) -> VocabRows:
-        """Rows of this device's chunk c; devices hold the vocabulary stage by stage."""
+    def _first_row(self, c: Any) -> jax.Array:
+        """First row of this device's chunk c; devices hold the vocabulary stage by stage."""
         device = lax.axis_index(STAGE) * self.layout.size(MODEL) + lax.axis_index(MODEL)
-        start = (device * self._chunks_here + c) * self._chunk_size
-        return VocabRows(start, self._chunk_size, self.model.config.vocab)
+        return (device * self._chunks_here + c) * self._chunk_size
+
+    def _chunk_rows(self, first: jax.Array) -> VocabRows:
+        return VocabRows(first, self._chunk_size, self.model.config.vocab)
 
     def _chunk(self, leaves: Any, params: Any, c: Any) -> Any:
         """The parameters with chunk c of their vocabulary rows only."""
@@ -207,13 +220,14 @@ class ChunkedVocabulary(Vocabulary):
 
     def _sum_over_chunks(
         self,
-        fn: Callable[[Any, VocabRows], tuple[Any, Any]],
+        fn: Callable[..., tuple[Any, Any]],
         leaves: Any,
         params: Any,
+        arrays: tuple[jax.Array, ...],
         like: Any,
         zero: jax.Array,
     ) -> tuple[Any, Any]:
-        """`fn(parameters of a chunk, its rows) -> (their gradients, more)`, over all chunks.
+        """Sum of `fn(parameters of a chunk, its first row, *arrays) -> (their gradients, more)`.
 
         Args:
             like: shapes of `more`, arrays to be summed as they are.
@@ -237,7 +251,8 @@ class ChunkedVocabulary(Vocabulary):
                 g = g.astype(jnp.float32)
                 return lax.dynamic_update_slice_in_dim(total, g, c * self._chunk_size, d)
 
-            gradients, more = fn(self._chunk(leaves, params, c), self._chunk_rows(c))
+            part, first = self._chunk(leaves, params, c), self._first_row(c)
+            gradients, more = isolated(fn, zero)(part, first, *arrays)
             return (
                 tree_map_leaves(add, leaves, carry[0], gradients),
                 jax.tree.map(lambda total, x: push(total, x, c, 1), carry[1], more),
@@ -247,7 +262,7 @@ class ChunkedVocabulary(Vocabulary):
             return exchanged_sum(stack[0], (STAGE, MODEL))
 
         start = (tree_map_leaves(empty, leaves, params), jax.tree.map(stack, like))
-        gradients, more = lax.fori_loop(0, self._chunks_here + zero, one, start)
+        gradients, more = lax.fori_loop(0, self._chunks_here, one, start)
         return (
             tree_map_leaves(
                 lambda leaf, g: g if "vocab" in leaf.axes else whole(g), leaves, gradients
