@@ -99,9 +99,7 @@ def main() -> None:
     if platform == "gpu" and config.model.attention == "auto":
         config = load(request.config, [*request.set, "model.attention=xla"], mesh=request.mesh)
     step, resolved = build_step(config, mesh, platform)
-    batch = step.abstract_batch(
-        config.batch.microbatches, config.batch.global_size, config.batch.sequence_length
-    )
+    batch = step.abstract_batch(config.batch.global_size, config.batch.sequence_length)
     clock = time.perf_counter()
     lowered = step.jitted().lower(step.spec.abstract(), batch)
     lowered_seconds = time.perf_counter() - clock

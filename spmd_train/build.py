@@ -15,7 +15,6 @@ from spmd_train.pipeline import make_schedule
 from spmd_train.pipeline.execute import Pipeline
 from spmd_train.precision import compose, resolve_policy
 from spmd_train.precision.fp8 import history_leaves
-from spmd_train.precision.guard import float32_norm
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 from spmd_train.sharding import Layout
 from spmd_train.state import StateSpec
@@ -64,10 +63,13 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
         sequence_parallel=sequence_parallel_on(config, shape),
     )
-    layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel)
+    reproducible = config.precision.reproducible
+    logical_shards = config.precision.logical_shards if reproducible else 0
+    layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel, logical_shards)
     model = build_model(config.model, resolved.attention)
     leaves = model.leaves(layout)
-    schedule = make_schedule(resolved.schedule, shape.stage, config.batch.microbatches)
+    microbatches = config.batch.microbatches * (logical_shards // shape.data if reproducible else 1)
+    schedule = make_schedule(resolved.schedule, shape.stage, microbatches)
     pipeline = Pipeline(
         model=model,
         layout=layout,
@@ -84,7 +86,6 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         config.precision.loss_scale,
         config.guard,
         config.optim.clip_norm,
-        float32_norm,
     )
     history = history_leaves(
         policy, model, layout, config.batch.sequence_length, config.precision.fp8_history

@@ -16,7 +16,7 @@ import jax
 from spmd_train.build import Resolved, put_batch
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config, dump
-from spmd_train.data.batches import Batch, Stream, micro_batched, prefetch, shift
+from spmd_train.data.batches import Batch, Stream, prefetch, shift
 from spmd_train.errors import RequestError
 from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
@@ -144,20 +144,17 @@ def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int,
 
 def _batches(session: Session, first: int) -> Iterator[Batch]:
     """Host batches [M, B/M, T] from step `first` on."""
-    step, M = first, session.config.batch.microbatches
+    step = first
     while True:
-        yield micro_batched(shift(session.stream.rows(step)), M)
+        yield session.step.micro_batched(shift(session.stream.rows(step)))
         step += 1
 
 
 def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     """Compile the step ahead of the first one, so that its memory is known before it runs."""
     clock = time.perf_counter()
-    batch_spec = session.step.abstract_batch(
-        session.config.batch.microbatches,
-        session.config.batch.global_size,
-        session.config.batch.sequence_length,
-    )
+    batch = session.config.batch
+    batch_spec = session.step.abstract_batch(batch.global_size, batch.sequence_length)
     compiled = session.step.jitted().lower(session.step.spec.abstract(), batch_spec).compile()
     memory = compiled_memory(compiled)
     seconds = time.perf_counter() - clock

@@ -21,6 +21,7 @@ def validate_shape(config: Config, mesh: MeshShape) -> None:
         *_ffn_rule(config, mesh),
         *_batch_rule(config, mesh),
         *_sequence_rule(config, mesh),
+        *(_reproducible_rules(config, mesh) if config.precision.reproducible else ()),
     ]
     if broken:
         raise RequestError("\n".join(broken))
@@ -62,6 +63,8 @@ def _ffn_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
 
 
 def _batch_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
+    if config.precision.reproducible:
+        return  # cut by logical shards, whatever the mesh: _reproducible_rules
     size, microbatches, data = config.batch.global_size, config.batch.microbatches, mesh.data
     ways = data * microbatches
     if size % ways == 0:
@@ -87,3 +90,45 @@ def _sequence_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
             f"{listed(nearest_multiples(length, model))}, "
             f"or set parallel.sequence_parallel=false."
         )
+
+
+def _reproducible_rules(config: Config, mesh: MeshShape) -> Iterator[str]:
+    """What `precision.reproducible` asks for: one tree of sums that every mesh cuts at a node."""
+    shards, size = config.precision.logical_shards, config.batch.global_size
+    keyed, reason = f"precision.logical_shards={shards}", "for precision.reproducible"
+    if shards & (shards - 1):
+        below = 1 << shards.bit_length() - 1
+        yield f"{keyed} is not a power of two {reason}; nearest that are: {below}, {2 * below}."
+        return
+    for axes, parts in (
+        (f"data={mesh.data}", mesh.data),
+        (f"stage x model={mesh.stage} x {mesh.model}", mesh.stage * mesh.model),
+    ):
+        if parts & (parts - 1):
+            yield f"{axes} is not a power of two {reason}."
+        elif shards % parts:
+            yield f"{axes} does not divide {keyed}; the nearest that it does is {parts}."
+    pieces = shards * config.batch.microbatches
+    if size % pieces:
+        working = (
+            nearest_divisors(size // shards, config.batch.microbatches) if size >= shards else []
+        )
+        counts = f"; batch.microbatches that work: {listed(working)}" if size % shards == 0 else ""
+        yield (
+            f"batch.global_size={size} is not divisible by {keyed} x batch.microbatches="
+            f"{config.batch.microbatches} = {pieces}; nearest sizes that are: "
+            f"{listed(nearest_multiples(size, pieces))}{counts}."
+        )
+    for key, value, allowed in (
+        ("parallel.zero", config.parallel.zero, (1, 0)),
+        ("optim.name", config.optim.name, ("adamw", "lion")),
+        ("pipeline.idle", config.pipeline.idle, ("skip",)),
+        ("precision.accumulate", config.precision.accumulate, ("float32", "auto")),
+        ("precision.reduce", config.precision.reduce, ("float32", "auto")),
+        ("precision.compensated", config.precision.compensated, (False,)),
+    ):
+        if value not in allowed:
+            yield (
+                f"{key}={value} has sums whose order follows the mesh; "
+                f"use {str(allowed[0]).lower()} {reason}, of {listed(allowed).lower()}."
+            )

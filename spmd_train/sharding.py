@@ -103,11 +103,18 @@ class Layout:
         mesh: physical mesh with axes data, stage, model; None for plain single-device use.
         zero: 0 to 3, see the table above.
         sequence_parallel: shard the residual stream's sequence over `model`.
+        logical_shards: parts of every sum, the same on every mesh (pipeline/reproducible.py); 0
+            where sums may follow the mesh.
     """
 
     mesh: Mesh | None = None
     zero: int = 1
     sequence_parallel: bool = False
+    logical_shards: int = 0
+
+    @property
+    def reproducible(self) -> bool:
+        return self.logical_shards > 0
 
     def size(self, *axes: str) -> int:
         """Number of shards over the given mesh axes."""
@@ -122,11 +129,16 @@ class Layout:
         return self.size(*as_tuple(self.rules[name]))
 
     def padded(self, axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """`shape` with padded logical axes rounded up to a multiple of their shards."""
-        return tuple(
-            -(-n // self.shards(a)) * self.shards(a) if a in PADDED else n
-            for a, n in zip(axes, shape, strict=True)
-        )
+        """`shape` with padded logical axes rounded up to a multiple of their shards.
+
+        Of `logical_shards` where sums are reproducible, which shards then divide.
+        """
+
+        def up(name: str, n: int) -> int:
+            multiple = self.logical_shards or self.shards(name)
+            return -(-n // multiple) * multiple
+
+        return tuple(up(a, n) if a in PADDED else n for a, n in zip(axes, shape, strict=True))
 
     def leaf(self, axes: Axes, shape: tuple[int, ...]) -> Leaf:
         """Place one parameter of the model's own `shape`.
@@ -145,7 +157,7 @@ class Layout:
             if name in REPLICATED_WHEN_INDIVISIBLE and n % self.size(*as_tuple(rule)):
                 rule = None
             entries.append(rule)
-        data = self.size(DATA)
+        data = self.logical_shards or self.size(DATA)
         data_dim = next(
             (
                 d

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_train.data.batches import Batch
+from spmd_train.data.batches import Batch, micro_batched
+from spmd_train.mesh import DATA
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
+from spmd_train.pipeline.reproducible import (
+    COMPILER_OPTIONS,
+    global_norm,
+    hidden_zero,
+    rounded_products,
+)
 from spmd_train.precision import fp8, guard_of, master_of, scale_of
 from spmd_train.precision.guard import APPLIED, select
 from spmd_train.sharding import Leaf, tree_map_leaves
@@ -82,13 +90,15 @@ class Step:
             )
 
         params = placed(layout.optimizer_spec, state.params)
-        updates, opt_state = spec.tx.update(
-            gradients,
-            state.opt_state,
-            params,
+        update: Callable[..., Any] = partial(
+            spec.tx.update,
             value=losses["loss"] + losses["z_loss"],
             empty=losses["tokens"] == 0,
+            grad_norm=global_norm(gradients, spec.leaves, layout, state.step),
         )
+        if layout.reproducible:
+            update = rounded_products(update, hidden_zero(state.step))
+        updates, opt_state = update(gradients, state.opt_state, params)
         master = master_of(opt_state)
         if master is None:
             # Explicit, since adding even -0.0 flushes a subnormal to zero on a CPU.
@@ -98,9 +108,19 @@ class Step:
             new = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return placed(layout.param_spec, placed(layout.optimizer_spec, new)), opt_state
 
-    def abstract_batch(self, microbatches: int, global_size: int, length: int) -> Batch:
+    def micro_batched(self, batch: Batch) -> Batch:
+        """A host batch [B, T] as the step reads it, [M, B/M, T].
+
+        Reproducible sums want the rows of a logical shard together, on whatever mesh.
+        """
+        layout = self.spec.layout
+        runs = layout.size(DATA) if layout.reproducible else 1
+        return micro_batched(batch, self.pipeline.schedule.num_microbatches, runs)
+
+    def abstract_batch(self, global_size: int, length: int) -> Batch:
         """A step's batch [M, B/M, T] as shapes with shardings."""
         sharding = self.spec.layout.named(self.spec.layout.batch_spec)
+        microbatches = self.pipeline.schedule.num_microbatches
         shape = (microbatches, global_size // microbatches, length)
         spec = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         return Batch(spec, spec)
@@ -114,6 +134,7 @@ class Step:
             in_shardings=(shardings, Batch(batch, batch)),
             out_shardings=(shardings, None),
             donate_argnums=0,
+            compiler_options=COMPILER_OPTIONS if self.spec.layout.reproducible else None,
         )
 
 

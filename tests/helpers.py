@@ -24,7 +24,7 @@ import optax
 
 from spmd_train.build import build_step, put_batch
 from spmd_train.config import Config, load
-from spmd_train.data.batches import Batch, micro_batched, shift
+from spmd_train.data.batches import Batch, shift
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.model import build_model
 from spmd_train.model.model import Model, unpad
@@ -147,9 +147,7 @@ class Run:
     def batch(self, rows: Any = None, lengths: Any = None) -> Batch:
         rows = token_rows(self.config) if rows is None else np.asarray(rows)
         lengths = lengths_of(self.config) if lengths is None else np.asarray(lengths)
-        return put_batch(
-            self.step, micro_batched(shift(rows, lengths), self.config.batch.microbatches)
-        )
+        return put_batch(self.step, self.step.micro_batched(shift(rows, lengths)))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """One step; `state` is donated."""

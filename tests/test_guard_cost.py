@@ -75,7 +75,7 @@ def test_guards_cost_less_than_two_percent(mesh: str, sets: list[str]) -> None:
     """FLOPs and bytes; little more memory; no transfer to the host. Measured: 0.2 % and 4 %."""
     run = Run(configure(mesh, *sets, "model.layers=1"))
     config = run.config.batch
-    batch = run.step.abstract_batch(1, config.global_size, config.sequence_length)
+    batch = run.step.abstract_batch(config.global_size, config.sequence_length)
     guarded = run.step.jitted().lower(run.spec.abstract(), batch).compile(compiler_options=FAST)
     plain = unguarded(run, batch).compile(compiler_options=FAST)
     for what in ("flops", "bytes accessed"):

@@ -21,7 +21,6 @@ from spmd_train.errors import RequestError
 from spmd_train.model import build_model
 from spmd_train.optim import base_optimizer, learning_rate
 from spmd_train.precision import compose
-from spmd_train.precision.guard import float32_norm
 from spmd_train.precision.policy import POLICIES
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 from spmd_train.state import StateSpec
@@ -270,7 +269,7 @@ class TestZeroGradient:
         config = optim(name, weight_decay=0.0, warmup_steps=0)
         rule = base_optimizer(config, 6, leaves, policy)
         scale = LossScaleConfig(initial=1.0)
-        tx = compose(rule, policy, scale, GuardConfig(), config.clip_norm, float32_norm)
+        tx = compose(rule, policy, scale, GuardConfig(), config.clip_norm)
         start = jax.tree.map(lambda a: jnp.asarray(a, policy.compute), random_like(leaves, 0))
         gradient = jax.tree.map(lambda a: np.zeros(a.shape, np.float32), start)
         gradient["embed"]["table"][:32] = random_like(leaves, 1)["embed"]["table"][:32]

@@ -91,17 +91,25 @@ def shift(rows: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -
     return Batch(inputs, targets)
 
 
-def micro_batched(batch: Batch, num_microbatches: int) -> Batch:
-    """[B, T] as [M, B/M, T]: row r is row j of micro-batch m, with r = m * (B/M) + j."""
+def micro_batched(batch: Batch, num_microbatches: int, runs: int = 1) -> Batch:
+    """[B, T] as [M, B/M, T]: row r is row j of micro-batch m, with r = m * (B/M) + j.
+
+    With `runs` = D data shards, each takes one run of rows instead, whatever M:
+    row r is row d * (B/MD) + j of micro-batch m, with r = (d * M + m) * (B/MD) + j.
+    """
     rows, length = batch.inputs.shape
-    if rows % num_microbatches:
-        works = listed(nearest_divisors(rows, num_microbatches))
+    if rows % (num_microbatches * runs):
+        works = listed(nearest_divisors(rows // runs, num_microbatches))
         raise RequestError(
             f"{rows} rows do not divide into {num_microbatches} micro-batches:"
             f" the nearest numbers that work are {works}."
         )
-    shape = (num_microbatches, rows // num_microbatches, length)
-    return Batch(batch.inputs.reshape(shape), batch.targets.reshape(shape))
+
+    def arranged(x: np.ndarray) -> np.ndarray:
+        by_run = x.reshape(runs, num_microbatches, -1, length)
+        return by_run.swapaxes(0, 1).reshape(num_microbatches, -1, length)
+
+    return Batch(arranged(batch.inputs), arranged(batch.targets))
 
 
 def prefetch(iterator: Iterator[Item], depth: int = 2) -> Prefetch[Item]:

@@ -1,7 +1,9 @@
 """Every collective of the step, in one place, with the rules that keep them correct.
 
 1. Sums are done in FP32 and cast back (`reduce`); a 16-bit `psum` in a partly manual region also
-   aborts XLA's CPU compiler (JAX 0.10.2 and 0.12: "Invalid binary instruction opcode copy").
+   aborts XLA's CPU compiler (JAX 0.10.2 and 0.12: "Invalid binary instruction opcode copy"). Where
+   gradients cross `data` in 16 bits, or the order of a sum matters, slices are exchanged and each
+   shard adds its own up (`DataSum`).
 2. What crosses `data` or sums whole gradients runs with `model` made manual (`over_model`), or XLA
    gathers the array over `model` first (seen in the HLO compiled for 32 H100).
 3. Collectives come in one order on every device (`ordered`). Where stages run different numbers of
@@ -11,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.mesh import DATA, MODEL, STAGE
+from spmd_train.pipeline.reproducible import tree_sum
 from spmd_train.sharding import Layout, Leaf, only
 
 
@@ -38,10 +42,13 @@ def maximum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def from_stage(x: jax.Array, stage: Any) -> jax.Array:
-    """The value `x` has on one stage, on every stage: exact, since all the others add zeros."""
+    """The value `x` has on one stage, on every stage: exact, since all the others add -0.
+
+    (A sum with +0 would turn -0 into +0, and the sign of a zero would depend on the mesh.)
+    """
     if lax.axis_size(STAGE) == 1:
         return x
-    return reduce(jnp.where(lax.axis_index(STAGE) == stage, x, jnp.zeros_like(x)), STAGE)
+    return reduce(jnp.where(lax.axis_index(STAGE) == stage, x, jnp.full_like(x, -0.0)), STAGE)
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:
@@ -73,7 +80,27 @@ def _without_layers(spec: P, dim: int | None, drop: bool) -> tuple[P, int | None
     return P(*spec[1:]), None if dim is None else dim - 1
 
 
-def scatter_over_data(x: jax.Array, leaf: Leaf, *, one_layer: bool = False) -> jax.Array:
+@dataclass(frozen=True)
+class DataSum:
+    """How gradients are summed over data shards; always in float32.
+
+    Attributes:
+        wire: dtype in which they cross.
+        ordered: by one binary tree over the shards. The order of the library's sums depends on how
+            many shards there are and how they are connected.
+    """
+
+    wire: Any = jnp.float32
+    ordered: bool = False
+
+    @property
+    def by_library(self) -> bool:
+        return not self.ordered and jnp.dtype(self.wire) == jnp.float32
+
+
+def scatter_over_data(
+    x: jax.Array, leaf: Leaf, how: DataSum, *, one_layer: bool = False
+) -> jax.Array:
     """Sum a gradient over data, each data shard keeping its part: one reduce-scatter.
 
     A leaf that no dimension of divides by data is summed whole. `one_layer`: `x` lacks the layers
@@ -81,12 +108,40 @@ def scatter_over_data(x: jax.Array, leaf: Leaf, *, one_layer: bool = False) -> j
     """
     spec, dim = _without_layers(leaf.spec, leaf.data_dim, one_layer)
     if dim is None:
-        return all_reduce(x, spec, DATA)
+        return all_reduce(x, spec, DATA, how=how)
 
     def local(x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
+        if how.by_library:
+            total = lax.psum_scatter(x.astype(jnp.float32), DATA, scatter_dimension=dim, tiled=True)
+        else:
+            total = _exchange_and_sum(x, DATA, dim, how.wire)
+        return total.astype(x.dtype)
 
     return over_model(local, x, spec)
+
+
+def _exchange_and_sum(x: jax.Array, axes: Any, dim: int, wire: Any) -> jax.Array:
+    """This shard's slice of the sum over `axes`, float32: slices exchanged, then `tree_sum`.
+
+    The bytes of a reduce-scatter, in the dtype `wire`, and an order that is known.
+    """
+    n = lax.axis_size(axes)
+    slices = lax.all_to_all(x.astype(wire), axes, dim, dim, tiled=True).astype(jnp.float32)
+    shape = (*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return tree_sum(slices.reshape(shape), dim)
+
+
+def exchanged_sum(x: jax.Array, axes: Any, wire: Any = jnp.float32) -> jax.Array:
+    """The whole sum over manual axes, in the order of `tree_sum`, on every shard.
+
+    `x` goes as one vector, so that its shape need not divide: the bytes of an all-reduce.
+    """
+    n = lax.axis_size(axes)
+    if n == 1:
+        return x
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % n))
+    total = lax.all_gather(_exchange_and_sum(flat, axes, 0, wire), axes, tiled=True)
+    return total[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def gather_over_data(x: jax.Array, leaf: Leaf, *, one_layer: bool = False) -> jax.Array:
@@ -101,38 +156,28 @@ def gather_over_data(x: jax.Array, leaf: Leaf, *, one_layer: bool = False) -> ja
     return over_model(local, x, spec)
 
 
-def all_reduce(x: jax.Array, spec: P, *axes: str) -> jax.Array:
-    """Sum a gradient over manual axes, model shard by model shard."""
-    if all(lax.axis_size(a) == 1 for a in axes):
+def all_reduce(x: jax.Array, spec: P, axis: str, *, how: DataSum = DataSum()) -> jax.Array:
+    """Sum a gradient over a manual axis, model shard by model shard."""
+    if lax.axis_size(axis) == 1:
         return x
-    return over_model(lambda x: reduce(x, *axes), x, spec)
+    if how.by_library:
+        return over_model(lambda x: reduce(x, axis), x, spec)
+    return over_model(lambda x: exchanged_sum(x, axis, how.wire), x, spec)
 
 
-def total_gradient(x: jax.Array, leaf: Leaf, layout: Layout) -> jax.Array:
+def total_gradient(x: jax.Array, leaf: Leaf, layout: Layout, how: DataSum) -> jax.Array:
     """A locally accumulated gradient, summed over the step's devices, placed for the optimizer.
 
     This is the one crossing of `data` per parameter and step at ZeRO 0 (all-reduce) and 1
     (reduce-scatter); at ZeRO 2 and 3 layers crossed as they were accumulated.
     """
-    if not leaf.on_stage:
-        accumulated = layout.accumulator_spec(leaf)
-        x = all_reduce(x, accumulated, STAGE)
+    if not (leaf.on_stage or layout.reproducible):  # there summed over stages chunk by chunk
+        x = all_reduce(x, layout.accumulator_spec(leaf), STAGE)
     if layout.zero >= 2:
         return x
-    return scatter_over_data(x, leaf) if layout.zero == 1 else all_reduce(x, leaf.spec, DATA)
-
-
-def accumulate(
-    total: jax.Array, part: jax.Array, leaf: Leaf, layout: Layout, layer: Any = None
-) -> jax.Array:
-    """`total` plus one micro-batch's gradient, in place; `layer` indexes a stacked accumulator.
-
-    At ZeRO 2 and 3 the accumulator is sharded over data and the part is scattered into it.
-    """
-    part = part.astype(total.dtype)
-    if layout.zero >= 2:
-        part = scatter_over_data(part, leaf, one_layer=layer is not None)
-    return total + part if layer is None else total.at[layer].add(part)
+    if layout.zero == 1:
+        return scatter_over_data(x, leaf, how)
+    return all_reduce(x, leaf.spec, DATA, how=how)
 
 
 def whole(param: jax.Array, leaf: Leaf, layout: Layout, *, one_layer: bool = False) -> jax.Array:

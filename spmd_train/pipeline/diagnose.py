@@ -32,6 +32,7 @@ from spmd_train.data.batches import Batch
 from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext
 from spmd_train.model.protocol import plain_product
+from spmd_train.pipeline.accumulate import Accumulation
 from spmd_train.pipeline.collectives import from_stage, ordered, reduce, whole
 from spmd_train.pipeline.execute import Pipeline, dropout_keys, layer_of, typed
 from spmd_train.pipeline.vocabulary import Vocabulary
@@ -220,7 +221,7 @@ def _measure(
         for group in ("embed", "head")
     }
     apart = replace(layout, zero=min(layout.zero, 1))
-    vocabulary = Vocabulary(p.model, apart, p.leaves, config.z_loss, jnp.dtype(p.policy.compute))
+    vocabulary = Vocabulary(p.model, apart, p.leaves, p.policy, Accumulation(apart, p.policy))
     no_gradient = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), ends)
 
     def layer(i: Any) -> tuple[Any, Any]:
@@ -254,11 +255,11 @@ def _measure(
         y, (block_inputs, activations) = _stage_by_stage(p, forward, _once(x, embedding, m))
         logits = vocabulary.over_logits(ends, y, lambda logits: seen(logits, 1)).over_first()
         y = _once(y, logits, m)
-        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight, loss_scale)
+        totals, losses, dy = vocabulary.head(ends, no_gradient, y, targets, weight, loss_scale, m)
         output_gradient, of_head = seen(dy, 1), ends_of(totals, "head")
         dy = _once(dy, (output_gradient, of_head), m)
         dx, (of_blocks, activation_gradients) = _stage_by_stage(p, backward, dy, backward=True)
-        totals = vocabulary.lookup_gradient(ends, totals, inputs, typed(keys), dx)
+        totals = vocabulary.lookup_gradient(ends, totals, inputs, typed(keys), dx, m)
         return None, {
             "embedding": embedding,
             "activations": activations,

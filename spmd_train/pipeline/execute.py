@@ -13,14 +13,18 @@ Manual over `data` and `stage`, automatic (annotated) over `model`. One tick, on
 
 1, 3 and 5 are decided by the table alone, so alike on every device; 2 and 4 differ by stage, and
 each number's collectives depend on the one before, which gives all devices one order. Gradients
-add up locally in FP32 and cross `data` after the scan, once (ZeRO 0 and 1), or are scattered as
-they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
+add up locally in FP32 (accumulate.py) and cross `data` after the scan, once (ZeRO 0 and 1), or are
+scattered as they are made (ZeRO 2 and 3). With one stage this is plain gradient accumulation.
+
+Where sums are reproducible (reproducible.py) the head takes the vocabulary chunk by chunk, and each
+layer is compiled by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,25 +33,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.data.batches import Batch
-from spmd_train.mesh import DATA, MODEL, STAGE
+from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext, Model
 from spmd_train.model.protocol import plain_product
-from spmd_train.pipeline.collectives import (
-    accumulate,
-    from_stage,
-    maximum,
-    ordered,
-    reduce,
-    shift,
-    total_gradient,
-    whole,
-)
-from spmd_train.pipeline.layers import StageLayers
+from spmd_train.pipeline.accumulate import accumulation
+from spmd_train.pipeline.collectives import from_stage, maximum, ordered, reduce, shift, whole
+from spmd_train.pipeline.layers import StageLayers, together
+from spmd_train.pipeline.reproducible import hidden_zero, isolated
 from spmd_train.pipeline.schedule import IDLE, Schedule
 from spmd_train.pipeline.vocabulary import Vocabulary
+from spmd_train.pipeline.vocabulary_chunks import ChunkedVocabulary
 from spmd_train.precision import fp8
 from spmd_train.precision.policy import Policy
-from spmd_train.sharding import Layout, as_tuple, only, tree_map_leaves
+from spmd_train.sharding import Layout, only, tree_map_leaves
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def loss_and_gradients(
     Args:
         params: as `pipeline.leaves` places them, in the compute dtype.
         scales: of fp8 products with delayed scaling, {name: [L, 3]}; else empty.
-        batch: tokens [M, B/M, T] of the whole step.
+        batch: tokens [M, B/M, T] of the whole step (`Step.micro_batched`).
         step: number of the step, for dropout.
         loss_scale: what the gradients (not the loss) are multiplied by; float32.
 
@@ -127,7 +125,8 @@ def dropout_keys(p: Pipeline, step: jax.Array, m: Any, rows: int) -> jax.Array |
     if not p.model.uses_dropout:
         return None
     key = jax.random.fold_in(jax.random.key(p.seed), step)
-    first = (m * lax.axis_size(DATA) + lax.axis_index(DATA)) * rows
+    data, shard, M = lax.axis_size(DATA), lax.axis_index(DATA), p.schedule.num_microbatches
+    first = (shard * M + m if p.layout.reproducible else m * data + shard) * rows
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(rows))
     return jax.random.key_data(keys)
 
@@ -164,9 +163,12 @@ def _scan(
     count = reduce(jnp.sum(targets >= 0), DATA)
     weight = jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)
     shared = p.model.shared(T)
-    vocabulary = Vocabulary(
-        p.model, layout, p.leaves, p.model.config.z_loss, jnp.dtype(policy.compute)
-    )
+    sums = accumulation(layout, policy, M)
+    ends = (p.model, layout, p.leaves, policy, sums)
+    vocabulary, isolate = Vocabulary(*ends), together
+    if layout.reproducible:
+        zero = hidden_zero(step)
+        vocabulary, isolate = ChunkedVocabulary(*ends, zero), partial(isolated, zero=zero)
 
     def row_keys(m: Any) -> jax.Array | None:
         return dropout_keys(p, step, m, B)
@@ -185,15 +187,7 @@ def _scan(
     def layer_params(i: Any) -> Any:
         return layer_of(p, params, i), jax.tree.map(lambda s: _at(s, i), scales)
 
-    def add_layer(totals: Any, i: Any, gradients: Any) -> Any:
-        def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
-            return accumulate(total, g, leaf, layout, layer=i)
-
-        (totals, seen), (gradients, largest) = totals, gradients
-        totals = tree_map_leaves(add, p.leaves["blocks"], totals, gradients)
-        return totals, jax.tree.map(lambda s, a: s.at[i].max(a), seen, largest)
-
-    layers = StageLayers(block, layer_params, L, p.remat, add_layer)
+    layers = StageLayers(block, layer_params, L, p.remat, isolate)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
     recipe = layers.recipe(x_like, aux_of(jnp.int32(0))(jnp.int32(0)))
     keeps_input = p.remat == "stage"
@@ -216,14 +210,26 @@ def _scan(
         ring = lax.dynamic_update_index_in_dim(ring, x, slot, 0)
         return layers.forward(x, aux_of(m), n), ring
 
-    def backward(totals: Any, dy: jax.Array, ring: Any, m: Any, slot: Any) -> tuple[Any, jax.Array]:
+    def backward(
+        totals: Any, dy: jax.Array, ring: Any, m: Any, slot: Any, arrival: Any
+    ) -> tuple[Any, jax.Array]:
+        def add(carry: Any, i: Any, found: Any) -> Any:
+            (totals, seen), (gradients, largest) = carry, found
+            totals = tree_map_leaves(
+                lambda leaf, total, g: sums.add(total, g, leaf, arrival, layer=i),
+                p.leaves["blocks"],
+                totals,
+                gradients,
+            )
+            return totals, jax.tree.map(lambda s, a: s.at[i].max(a), seen, largest)
+
         active = m != IDLE
         n, dy, aux = trips(active, always_backward), masked(active, dy), aux_of(m)
         if keeps_input:
             x = masked(active, lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False))
             _, ring = layers.forward_keeping(x, layers.ring(recipe, 1), 0, aux, n)
             slot = 0
-        (gradients, seen), dx = layers.backward(totals, dy, ring, slot, recipe, aux, n)
+        (gradients, seen), dx = layers.backward(totals, dy, ring, slot, recipe, aux, n, add)
         if p.idle == "masked":  # an idle tick's values are nobody's
             seen = jax.tree.map(lambda new, old: jnp.where(active, new, old), seen, totals[1])
         return (gradients, seen), dx
@@ -247,11 +253,18 @@ def _scan(
         # 3 head and loss; its gradient waits in a ring for the last stage's backward
         def head(carry: Any) -> Any:
             totals, losses, dys = carry
+            arrival = now["forward_arrival"][-1]
             totals, added, dy = vocabulary.head(
-                params, totals, from_stage(y, S - 1), _at(targets, last_out), weight, loss_scale
+                params,
+                totals,
+                from_stage(y, S - 1),
+                _at(targets, last_out),
+                weight,
+                loss_scale,
+                arrival,
             )
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
-            return totals, losses + added, dys
+            return totals, sums.plus(losses, added, arrival), dys
 
         c["ends"], c["losses"], c["head_dy"] = _when(
             always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
@@ -259,8 +272,9 @@ def _scan(
         # 4 backward
         head_dy = lax.dynamic_index_in_dim(c["head_dy"], now["head_slot_read"], 0, keepdims=False)
         dy = jnp.where(stage == S - 1, head_dy, c["dy"]) if S > 1 else head_dy
+        arrivals = now["backward_arrival"]
         c["blocks"], dx = backward(
-            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage]
+            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage], arrivals[stage]
         )
 
         # 5 look-up gradient
@@ -269,7 +283,8 @@ def _scan(
             dx = from_stage(dx, 0)
             keys = typed(row_keys(first_out))
             tokens = _at(inputs, first_out)
-            return vocabulary.lookup_gradient(params, totals, tokens, keys, dx), dx
+            totals = vocabulary.lookup_gradient(params, totals, tokens, keys, dx, arrivals[0])
+            return totals, dx
 
         c["ends"], first_dx = _when(
             always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
@@ -281,15 +296,6 @@ def _scan(
             c["dy"] = shift(ordered(dx, c["x"], t), -1)
         return c, None
 
-    def accumulators(group: Any) -> Any:
-        def zeros(leaf: Any, a: jax.Array) -> jax.Array:
-            spec = layout.accumulator_spec(leaf)
-            shape = _local_shape(leaf.shape, spec, layout)
-            z = jnp.zeros(shape, policy.accumulate)
-            return lax.with_sharding_constraint(z, only(spec, {MODEL}))
-
-        return tree_map_leaves(zeros, p.leaves[group], params[group])
-
     x0 = layout.constrain(jnp.zeros(x_like.shape, x_like.dtype), "batch", "sequence", "embed")
     carry: dict[str, Any] = {
         "x": x0,
@@ -298,15 +304,18 @@ def _scan(
         if keeps_input
         else layers.ring(recipe, slots),
         "head_dy": jnp.zeros((schedule.num_head_slots, *x0.shape), x0.dtype),
-        "ends": {group: accumulators(group) for group in ("embed", "head")},
-        "blocks": (accumulators("blocks"), jax.tree.map(jnp.zeros_like, scales)),
-        "losses": jnp.zeros(2, jnp.float32),
+        "ends": vocabulary.accumulators(),
+        "blocks": (
+            tree_map_leaves(sums.zeros, p.leaves["blocks"]),
+            jax.tree.map(jnp.zeros_like, scales),
+        ),
+        "losses": sums.start(jnp.zeros(2, jnp.float32)),
     }
     carry, _ = lax.scan(tick, carry, _tables(schedule))
-    blocks, seen = carry["blocks"]
-    totals = {"blocks": blocks, **carry["ends"]}
-    gradients = tree_map_leaves(lambda leaf, g: total_gradient(g, leaf, layout), p.leaves, totals)
-    loss, z_loss = reduce(carry["losses"], DATA)
+    totals, seen = carry["blocks"]
+    blocks = tree_map_leaves(lambda leaf, t: sums.total(t, leaf), p.leaves["blocks"], totals)
+    gradients = {"blocks": blocks, **vocabulary.gradients(carry["ends"])}
+    loss, z_loss = sums.losses(carry["losses"])
     seen = jax.tree.map(lambda a: maximum(a, DATA), seen)
     return {"loss": loss, "z_loss": z_loss, "tokens": count}, gradients, seen
 
@@ -318,6 +327,8 @@ def _tables(schedule: Schedule) -> dict[str, jax.Array]:
         "tick": jnp.arange(schedule.num_ticks),
         "forward": schedule.forward,
         "backward": schedule.backward,
+        "forward_arrival": schedule.arrivals(schedule.forward),
+        "backward_arrival": schedule.arrivals(schedule.backward),
         "forward_slot": schedule.slot(schedule.forward, ring),
         "backward_slot": schedule.slot(schedule.backward, ring),
         "head_slot": schedule.slot(schedule.forward[:, -1], head),
@@ -329,13 +340,3 @@ def _tables(schedule: Schedule) -> dict[str, jax.Array]:
 def _at(x: jax.Array, m: Any) -> jax.Array:
     """Micro-batch m of x [M, B, T]."""
     return lax.dynamic_index_in_dim(x, m, 0, keepdims=False)
-
-
-def _local_shape(shape: tuple[int, ...], spec: P, layout: Layout) -> tuple[int, ...]:
-    """Shape inside the manual region: data and stage shards cut, model still whole."""
-
-    def shards(entry: Any) -> int:
-        return layout.size(*(a for a in as_tuple(entry) if a != MODEL))
-
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return tuple(n // shards(e) for n, e in zip(shape, entries, strict=True))

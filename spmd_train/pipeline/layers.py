@@ -37,6 +37,11 @@ REMAT: dict[str, Callable[..., bool] | None] = {
 Ring = list[jax.Array]  # one array [slots, layers, ...] per residual of a layer
 
 
+def together(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave it to the compiler what a layer is compiled together with."""
+    return fn
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a layer's vjp is put together again.
@@ -62,14 +67,14 @@ class StageLayers:
         params: layer number on this stage -> its parameters.
         count: number of layers on a stage.
         remat: key in `REMAT`.
-        add: (accumulators, layer number, gradients of that layer) -> accumulators.
+        isolate: wraps what one layer computes, forward or backward.
     """
 
     block: Callable[[Any, jax.Array, Any], jax.Array]
     params: Callable[[Any], Any]
     count: int
     remat: str
-    add: Callable[[Any, Any, Any], Any]
+    isolate: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def _differentiable(self) -> Callable[[Any, jax.Array, Any], jax.Array]:
         policy = REMAT[self.remat]
@@ -104,7 +109,8 @@ class StageLayers:
 
     def forward(self, x: jax.Array, aux: Callable[[Any], Any], trips: Any) -> jax.Array:
         """The first `trips` layers, nothing kept; `trips` is 0 for an idle tick."""
-        return lax.fori_loop(0, trips, lambda i, x: self.block(self.params(i), x, aux(i)), x)
+        block = self.isolate(self.block)
+        return lax.fori_loop(0, trips, lambda i, x: block(self.params(i), x, aux(i)), x)
 
     def forward_keeping(
         self, x: jax.Array, ring: Ring, slot: Any, aux: Callable[[Any], Any], trips: Any
@@ -113,7 +119,7 @@ class StageLayers:
 
         def one(i: Any, carry: tuple[jax.Array, Ring]) -> tuple[jax.Array, Ring]:
             x, ring = carry
-            y, saved, _ = self._vjp(self.params(i), x, aux(i))
+            y, saved = self.isolate(lambda *a: self._vjp(*a)[:2])(self.params(i), x, aux(i))
             ring = [
                 lax.dynamic_update_slice(r, s[None, None], (slot, i) + (0,) * s.ndim)
                 for r, s in zip(ring, saved, strict=True)
@@ -131,8 +137,12 @@ class StageLayers:
         recipe: Recipe,
         aux: Callable[[Any], Any],
         trips: Any,
+        add: Callable[[Any, Any, Any], Any],
     ) -> tuple[Any, jax.Array]:
-        """Walk back from the last layer: gradients into `totals`, returns them and dx."""
+        """Walk back from the last layer: gradients into `totals`, returns them and dx.
+
+        `add`: (accumulators, layer number, gradients of that layer) -> accumulators.
+        """
 
         def one(k: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             totals, dy = carry
@@ -143,7 +153,8 @@ class StageLayers:
                 for r in ring
             )
             residuals = [next(stored) if j is None else known[j] for j in recipe.known]
-            gradients, dx = jax.tree.unflatten(recipe.treedef, residuals)(dy)
-            return self.add(totals, i, gradients), dx
+            pullback = self.isolate(lambda r, dy: jax.tree.unflatten(recipe.treedef, r)(dy))
+            gradients, dx = pullback(residuals, dy)
+            return add(totals, i, gradients), dx
 
         return lax.fori_loop(0, trips, one, (totals, dy))

@@ -73,6 +73,11 @@ class Schedule:
         """
         return np.where(microbatch == IDLE, size, microbatch % size).astype(np.int32)
 
+    @staticmethod
+    def arrivals(table: np.ndarray) -> np.ndarray:
+        """How many micro-batches came before this one; without meaning where idle. [ticks, S]"""
+        return (np.cumsum(table != IDLE, axis=0) - 1).astype(np.int32)
+
     @property
     def busy_forward(self) -> int:
         """Ticks in which some stage runs forward; the scan waits for the slowest stage."""

@@ -21,7 +21,9 @@ from jax import lax
 
 from spmd_train.mesh import MODEL, STAGE
 from spmd_train.model import Model, VocabRows
-from spmd_train.pipeline.collectives import accumulate, maximum, reduce, whole
+from spmd_train.pipeline.accumulate import Accumulation
+from spmd_train.pipeline.collectives import maximum, reduce, whole
+from spmd_train.precision.policy import Policy
 from spmd_train.sharding import Layout, tree_map_leaves
 
 MASKED = -1e30
@@ -35,15 +37,42 @@ class Vocabulary:
     Attributes:
         model, layout: what to run, where.
         leaves: placements of the parameter groups "embed" and "head".
-        z_loss: coefficient of (log Z)^2 per token (Chowdhery et al. 2022, section 5).
-        dtype: of the activations.
+        policy: dtypes of activations and logits.
+        sums: how gradients add up.
     """
 
     model: Model
     layout: Layout
     leaves: Any
-    z_loss: float
-    dtype: Any
+    policy: Policy
+    sums: Accumulation
+
+    def accumulators(self) -> Any:
+        """Empty accumulators of both groups' gradients."""
+        return {g: tree_map_leaves(self.sums.zeros, self.leaves[g]) for g in ("embed", "head")}
+
+    def gradients(self, totals: Any) -> Any:
+        """The gradients of the whole step, placed for the optimizer."""
+        return {g: self._totals(g, totals[g]) for g in ("embed", "head")}
+
+    def _totals(self, group: str, totals: Any) -> Any:
+        def total(leaf: Any, total: Any) -> jax.Array:
+            return self.sums.total(total, leaf)
+
+        return tree_map_leaves(total, self.leaves[group], totals)
+
+    @property
+    def z_loss(self) -> float:
+        """Coefficient of (log Z)^2 per token (Chowdhery et al. 2022, section 5)."""
+        return self.model.config.z_loss
+
+    def logits(self, read: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
+        """Float32 logits [B, t, V] of some rows, as precise as the policy says."""
+        logits = self.model.head(read, y, rows)
+        kept = jnp.finfo(self.policy.logits)
+        if kept.bits >= 32:
+            return logits
+        return lax.reduce_precision(logits, kept.nexp, kept.nmant)
 
     def rows(self) -> VocabRows:
         """This stage's rows; within them `model` shards stay automatic."""
@@ -57,17 +86,17 @@ class Vocabulary:
 
         return tree_map_leaves(gather, self.leaves[group], params[group])
 
-    def _accumulate(self, totals: Any, group: str, gradients: Any) -> Any:
-        def add(leaf: Any, total: jax.Array, g: jax.Array) -> jax.Array:
-            return accumulate(total, g, leaf, self.layout)
+    def _accumulate(self, group: str, totals: Any, gradients: Any, arrival: Any) -> Any:
+        def add(leaf: Any, total: Any, g: jax.Array) -> Any:
+            return self.sums.add(total, g, leaf, arrival)
 
-        return {**totals, group: tree_map_leaves(add, self.leaves[group], totals[group], gradients)}
+        return tree_map_leaves(add, self.leaves[group], totals, gradients)
 
     def lookup(self, params: Any, tokens: jax.Array, row_keys: jax.Array | None) -> jax.Array:
         """Embed tokens [B, T] -> [B, T, D], the same on every stage."""
         share = self.model.embed({"embed": self._whole(params, "embed")}, tokens, self.rows())
         x = self.layout.constrain(reduce(share, STAGE), "batch", "sequence", "embed")
-        return self.model.embed_dropout(x, row_keys).astype(self.dtype)
+        return self.model.embed_dropout(x, row_keys).astype(self.policy.compute)
 
     def lookup_gradient(
         self,
@@ -76,17 +105,23 @@ class Vocabulary:
         tokens: jax.Array,
         row_keys: jax.Array | None,
         dx: jax.Array,
+        arrival: Any,
     ) -> Any:
         """Add the embedding's gradient to `totals`, given that of the first block's input.
 
-        Summed in float32: one frequent token may collect thousands of rows.
+        Summed in float32: one frequent token may collect thousands of rows. `arrival` numbers the
+        micro-batches as they come here.
         """
         _, undrop = jax.vjp(lambda x: self.model.embed_dropout(x, row_keys), dx)
         dx = self.layout.constrain(undrop(dx)[0].astype(jnp.float32), "batch", None, "embed")
         embed = jax.tree.map(lambda p: p.astype(jnp.float32), self._whole(params, "embed"))
+        gradients = self._embed_gradients(embed, tokens, dx)
+        return {**totals, "embed": self._accumulate("embed", totals["embed"], gradients, arrival)}
+
+    def _embed_gradients(self, embed: Any, tokens: jax.Array, dx: jax.Array) -> Any:
         rows = self.rows()
         _, pullback = jax.vjp(lambda e: self.model.embed({"embed": e}, tokens, rows), embed)
-        return self._accumulate(totals, "embed", pullback(dx)[0])
+        return pullback(dx)[0]
 
     def head(
         self,
@@ -96,6 +131,7 @@ class Vocabulary:
         targets: jax.Array,
         weight: jax.Array,
         scale: jax.Array,
+        arrival: Any,
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Loss of one micro-batch and its gradients.
 
@@ -104,6 +140,7 @@ class Vocabulary:
             targets: [B, T] int32, negative where unsupervised.
             weight: what every supervised token's loss is multiplied by: 1 / tokens of the step.
             scale: the loss scale, of the gradients alone.
+            arrival: number of micro-batches that came here before.
 
         Returns:
             totals with the head's gradients added; weighted sums [2] of cross-entropy and z-loss
@@ -112,7 +149,7 @@ class Vocabulary:
         rows, groups = self.rows(), self.model.head_reads
         read = {group: self._whole(params, group) for group in groups}
         y = self.layout.constrain(y, "batch", None, "embed")
-        chunks = self._chunks(y.shape, rows.size)
+        chunks = self._chunks(y.shape, rows.size // self.layout.size(MODEL))
 
         def one(carry: Any, chunk: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
             losses, sums = carry
@@ -132,23 +169,22 @@ class Vocabulary:
             zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), read)
             (losses, sums), dy = lax.scan(one, (jnp.zeros(2, jnp.float32), zero), parts)
             dy = jnp.swapaxes(dy, 0, 1).reshape(y.shape)
-        for group in groups:
-            totals = self._accumulate(totals, group, sums[group])
-        return totals, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
+        added = {g: self._accumulate(g, totals[g], sums[g], arrival) for g in groups}
+        return {**totals, **added}, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
 
     def over_logits(self, params: Any, y: jax.Array, fn: Callable[[jax.Array], Any]) -> Any:
         """`fn` of the logits [B, t, V_local] of equal parts of the sequence, stacked first."""
         read = {group: self._whole(params, group) for group in self.model.head_reads}
         y = self.layout.constrain(y, "batch", None, "embed")
         rows, (B, T, D) = self.rows(), y.shape
-        chunks = self._chunks(y.shape, rows.size)
+        chunks = self._chunks(y.shape, rows.size // self.layout.size(MODEL))
         parts = jnp.swapaxes(y.reshape(B, chunks, T // chunks, D), 0, 1)
-        return lax.map(lambda y: fn(self.model.head(read, y, rows)), parts)
+        return lax.map(lambda y: fn(self.logits(read, y, rows)), parts)
 
     def _chunks(self, shape: tuple[int, ...], size: int) -> int:
-        """Fewest equal parts of the sequence whose logits fit `LOGITS_BYTES`."""
+        """Fewest equal parts of the sequence whose logits of `size` rows fit `LOGITS_BYTES`."""
         B, T, _ = shape
-        per_position = 4 * B * size // self.layout.size(MODEL)
+        per_position = 4 * B * size
         wanted = math.ceil(T * per_position / LOGITS_BYTES)
         return next(n for n in range(1, T + 1) if T % n == 0 and (n >= wanted or n == T))
 
@@ -162,7 +198,7 @@ class Vocabulary:
         rows: VocabRows,
     ) -> tuple[jax.Array, Any, jax.Array]:
         def logits_of(read: Any, y: jax.Array) -> jax.Array:
-            return self.layout.constrain(self.model.head(read, y, rows), "batch", None, "vocab")
+            return self.layout.constrain(self.logits(read, y, rows), "batch", None, "vocab")
 
         logits, pullback = jax.vjp(logits_of, read, y)
         logits = jnp.where(rows.padding, MASKED, logits)

@@ -11,10 +11,8 @@ would see what the clip made of an infinity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -33,14 +31,8 @@ def compose(
     scale: LossScaleConfig,
     guard: GuardConfig,
     clip_norm: float | None,
-    norm: Callable[[Any], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-    """Everything between the gradients of a step and its new parameters.
-
-    Args:
-        optimizer: the update rule alone.
-        norm: global gradient norm, over every mesh axis, replicated parameters counted once.
-    """
+    """Everything between a step's gradients and its new parameters, around an update rule."""
     tx = optimizer
     if clip_norm is not None:
         tx = optax.chain(clip_by_grad_norm(clip_norm), tx)
@@ -50,7 +42,7 @@ def compose(
     if guard.spike_sigma is not None:
         spike = SpikeRule(guard.spike_sigma, guard.spike_window)
     if policy.loss_scale == "none":
-        return skip_bad_steps(tx, spike=spike, norm=norm)
+        return skip_bad_steps(tx, spike=spike)
     return dynamic_loss_scale(
         tx,
         initial=scale.initial,
@@ -61,7 +53,6 @@ def compose(
         min_scale=scale.min,
         max_scale=scale.max,
         spike=spike,
-        norm=norm,
     )
 
 

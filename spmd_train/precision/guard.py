@@ -9,7 +9,6 @@ stops (`SkipState.consecutive`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,18 +69,17 @@ def skip_bad_steps(
     inner: optax.GradientTransformation,
     *,
     spike: SpikeRule | None = None,
-    norm: Callable[[Any], jax.Array] = float32_norm,
 ) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on good steps only.
 
     `update(grads, state, params, value=loss, empty=...)`: the loss is looked at if it is given; an
-    `empty` step (no supervised token) changes nothing at all and is no bad one. The updates of a
-    skipped step are -0.0, which leaves every bit of the parameters as it is.
+    `empty` step (no supervised token) changes nothing at all and is no bad one; a caller that has
+    the gradients' global norm gives it as `grad_norm`. The updates of a skipped step are -0.0,
+    which leaves every bit of the parameters as it is.
 
     Args:
         inner: any optax transformation; gets the norm as the extra argument `grad_norm`.
         spike: also skip outliers.
-        norm: global norm of the gradients; with sharded arrays, over all of them.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -101,9 +99,10 @@ def skip_bad_steps(
         *,
         value: Any = None,
         empty: Any = False,
+        grad_norm: Any = None,
         **extra: Any,
     ) -> tuple[Any, SkipState]:
-        grad_norm = norm(grads)
+        grad_norm = float32_norm(grads) if grad_norm is None else grad_norm
         loss = jnp.float32(0) if value is None else jnp.asarray(value, jnp.float32)
         # An infinite norm of finite entries is as bad: clipping by it would make the update zero.
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)

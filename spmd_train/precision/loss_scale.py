@@ -77,9 +77,16 @@ def dynamic_loss_scale(
         )
 
     def update(
-        grads: Any, state: LossScaleState, params: Any = None, **extra: Any
+        grads: Any,
+        state: LossScaleState,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        **extra: Any,
     ) -> tuple[Any, LossScaleState]:
         unscale = 1.0 / state.scale
+        if grad_norm is not None:  # of the gradients as they came
+            extra["grad_norm"] = grad_norm * unscale
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
         updates, judged = guarded.update(grads, state.inner, params, **extra)
         if growth_interval is None:

@@ -356,7 +356,7 @@ def test_every_product_of_a_block_and_nothing_else_runs_in_fp8():
     def counted(*sets: str) -> tuple[int, int]:
         config = configure("1x1x1", "pipeline.remat=none", *sets, base=BASE)
         step, _ = build_step(config, one())
-        batch = step.abstract_batch(1, 8, 16)
+        batch = step.abstract_batch(8, 16)
         return dots(jax.make_jaxpr(step.train_step)(step.spec.abstract(), batch).jaxpr)
 
     none, all_of_them = counted("precision.policy=bf16")

@@ -1,0 +1,132 @@
+"""Where micro-batches' gradients add up on one device, until they cross `data`.
+
+An accumulator is made by `zeros`, takes one micro-batch's gradient at a time with `add`, and ends
+as the whole step's gradient with `total`. `Accumulation` adds in place; `TreeAccumulation` keeps
+the partial sums of a fixed binary tree (reproducible.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_train.mesh import DATA, MODEL
+from spmd_train.pipeline.collectives import (
+    DataSum,
+    exchanged_sum,
+    reduce,
+    scatter_over_data,
+    total_gradient,
+)
+from spmd_train.pipeline.reproducible import push, stack_depth
+from spmd_train.precision.policy import Policy
+from spmd_train.sharding import Layout, Leaf, as_tuple, only
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """One sum in place.
+
+    Attributes:
+        layout, policy: placement and dtypes.
+    """
+
+    layout: Layout
+    policy: Policy
+
+    @property
+    def over_data(self) -> DataSum:
+        return DataSum(self.policy.reduce)
+
+    def zeros(self, leaf: Leaf) -> Any:
+        """An empty accumulator of a parameter's gradient."""
+        spec = self.layout.accumulator_spec(leaf)
+        zeros = jnp.zeros(_local_shape(leaf.shape, spec, self.layout), self.policy.accumulate)
+        return self.start(lax.with_sharding_constraint(zeros, only(spec, {MODEL})))
+
+    def add(self, total: Any, part: jax.Array, leaf: Leaf, arrival: Any, layer: Any = None) -> Any:
+        """`total` plus one micro-batch's gradient, in place.
+
+        At ZeRO 2 and 3 the accumulator is sharded over data and the part is scattered into it.
+
+        Args:
+            arrival: number of gradients of this parameter that came before.
+            layer: of a stacked accumulator, the layer that `part` is of.
+        """
+        if self.layout.zero >= 2:
+            part = scatter_over_data(part, leaf, self.over_data, one_layer=layer is not None)
+        return self.plus(total, part, arrival, layer)
+
+    def total(self, total: Any, leaf: Leaf) -> jax.Array:
+        """The gradient of the whole step, placed for the optimizer."""
+        return total_gradient(self.here(total), leaf, self.layout, self.over_data)
+
+    def losses(self, total: Any) -> jax.Array:
+        """A small sum, such as that of the losses, over data as well."""
+        return reduce(self.here(total), DATA)
+
+    # How a sum is held; another kind of accumulation differs in these alone.
+    def start(self, zeros: jax.Array) -> Any:
+        return zeros
+
+    def plus(self, total: Any, part: jax.Array, arrival: Any, layer: Any = None) -> Any:
+        part = part.astype(total.dtype)
+        return total + part if layer is None else total.at[layer].add(part)
+
+    def here(self, total: Any) -> jax.Array:
+        """The sum on this device."""
+        return total
+
+
+@dataclass(frozen=True)
+class TreeAccumulation(Accumulation):
+    """The partial sums of a binary tree over logical shards.
+
+    Attributes:
+        microbatches: of one logical shard.
+    """
+
+    microbatches: int
+
+    @property
+    def over_data(self) -> DataSum:
+        return DataSum(ordered=True)
+
+    @property
+    def slots(self) -> int:
+        """Accumulators held for one parameter: 1 + log2(logical shards / data)."""
+        return stack_depth(self.layout.logical_shards // self.layout.size(DATA))
+
+    def start(self, zeros: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(zeros, (self.slots, *zeros.shape))
+
+    def plus(self, total: jax.Array, part: jax.Array, arrival: Any, layer: Any = None) -> jax.Array:
+        return push(total, part, arrival, self.microbatches, layer)
+
+    def here(self, total: jax.Array) -> jax.Array:
+        return total[0]
+
+    def losses(self, total: jax.Array) -> jax.Array:
+        return exchanged_sum(self.here(total), DATA)
+
+
+def accumulation(layout: Layout, policy: Policy, microbatches: int) -> Accumulation:
+    """The kind that a run asks for; `microbatches` are those of one data shard."""
+    if not layout.reproducible:
+        return Accumulation(layout, policy)
+    per_shard = layout.logical_shards // layout.size(DATA)
+    return TreeAccumulation(layout, policy, microbatches // per_shard)
+
+
+def _local_shape(shape: tuple[int, ...], spec: Any, layout: Layout) -> tuple[int, ...]:
+    """Shape inside the manual region: data and stage shards cut, model still whole."""
+
+    def shards(entry: Any) -> int:
+        return layout.size(*(a for a in as_tuple(entry) if a != MODEL))
+
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return tuple(n // shards(e) for n, e in zip(shape, entries, strict=True))
