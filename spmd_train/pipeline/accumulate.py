@@ -1,8 +1,9 @@
 """Where micro-batches' gradients add up on one device, until they cross `data`.
 
 An accumulator is made by `zeros`, takes one micro-batch's gradient at a time with `add`, and ends
-as the whole step's gradient with `total`. `Accumulation` adds in place; `TreeAccumulation` keeps
-the partial sums of a fixed binary tree (reproducible.py).
+as the whole step's gradient with `total`. `Accumulation` adds in place; `CompensatedAccumulation`
+keeps what that rounds away, `TreeAccumulation` the partial sums of a fixed binary tree
+(reproducible.py).
 """
 
 from __future__ import annotations
@@ -83,6 +84,34 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
+class CompensatedAccumulation(Accumulation):
+    """A sum and what its last additions have rounded away (Kahan 1965), in the same dtype.
+
+    bfloat16 twice is as large as float32: this is for hardware or memory layouts that want 16 bits.
+    """
+
+    def start(self, zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return zeros, zeros
+
+    def plus(self, total: Any, part: jax.Array, arrival: Any, layer: Any = None) -> Any:
+        whole, lost = total
+        dtype = jnp.finfo(whole.dtype)
+        at = (lambda x: x) if layer is None else (lambda x: x[layer])
+        old = at(whole).astype(jnp.float32)
+        wanted = part.astype(jnp.float32) + at(lost).astype(jnp.float32)
+        # Rounded in so many words: XLA may leave out the rounding of a cast there and back.
+        new = lax.reduce_precision(old + wanted, dtype.nexp, dtype.nmant)
+        pair = new.astype(whole.dtype), (wanted - (new - old)).astype(lost.dtype)
+        if layer is None:
+            return pair
+        return whole.at[layer].set(pair[0]), lost.at[layer].set(pair[1])
+
+    def here(self, total: Any) -> jax.Array:
+        whole, lost = total
+        return whole.astype(jnp.float32) + lost.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
 class TreeAccumulation(Accumulation):
     """The partial sums of a binary tree over logical shards.
 
@@ -116,6 +145,8 @@ class TreeAccumulation(Accumulation):
 
 def accumulation(layout: Layout, policy: Policy, microbatches: int) -> Accumulation:
     """The kind that a run asks for; `microbatches` are those of one data shard."""
+    if policy.compensated:
+        return CompensatedAccumulation(layout, policy)
     if not layout.reproducible:
         return Accumulation(layout, policy)
     per_shard = layout.logical_shards // layout.size(DATA)
