@@ -3,7 +3,7 @@
 Where things cross devices, and in which dtype (everything summed is FP32):
 - over `stage`: activations between neighbours (compute dtype), the vocabulary's sums;
 - over `model`: activations inside a layer, by annotation;
-- over `data`: each parameter's gradient once (`loss_and_gradients`), and its updated value once
+- over `data`: each parameter's gradient once (`policy.reduce`), and its updated value once
   on the way from the optimizer's placement back to the parameters'.
 """
 
