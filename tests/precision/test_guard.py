@@ -125,6 +125,13 @@ class TestSpikes:
         assert int(state.window.seen) == 2
         np.testing.assert_array_equal(state.window.losses[:3], [4, 5, 0])
 
+    def test_its_state_can_be_donated(self):
+        """Two windows that share one buffer cannot."""
+        tx = skip_bad_steps(optax.sgd(1.0), spike=self.RULE)
+        update = jax.jit(tx.update, donate_argnums=1)
+        _, state = update(jnp.float32(1), tx.init(jnp.float32(0)), jnp.float32(0), value=2.0)
+        assert int(state.window.seen) == 1
+
     def test_a_new_level_is_accepted_in_time(self):
         tx = skip_bad_steps(optax.sgd(1.0), spike=self.RULE)
         state, verdicts = tx.init(jnp.float32(0)), []
