@@ -40,7 +40,6 @@ from jax.sharding import PartitionSpec as P
 from spmd_train.mesh import DATA, MODEL, STAGE
 from spmd_train.sharding import Layout, Leaf, as_tuple, tree_map_leaves
 
-
 # What XLA would otherwise decide by the size of the whole program (seen on CPU, JAX 0.10.2):
 # - where a bfloat16 value is used in float32 again, whether the rounding is left out;
 # - which kernels share a module, and so whether they are optimised (without LLVM's optimisations,
