@@ -18,11 +18,12 @@ from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config, dump
 from spmd_train.data.batches import Batch, Stream, prefetch, shift
 from spmd_train.errors import RequestError
+from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
 from spmd_train.state import TrainState
 from spmd_train.step import Step
-from spmd_train.telemetry.memory import compiled_memory
+from spmd_train.telemetry.memory import compiled_memory, spell
 from spmd_train.telemetry.progress import Progress
 from spmd_train.telemetry.records import RunLog
 from spmd_train.telemetry.throughput import Throughput
@@ -159,8 +160,15 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     memory = compiled_memory(compiled)
     seconds = time.perf_counter() - clock
     log.event("compile", seconds=round(seconds, 3), bytes_per_device=asdict(memory))
+    pipeline = session.step.pipeline
+    partial_sums = partial_sum_bytes(
+        pipeline.leaves, pipeline.layout, pipeline.policy, pipeline.model.architecture.tied
+    )
     if jax.process_index() == 0:
-        print(f"memory  {memory} (compiled in {seconds:.1f} s)", flush=True)
+        share = (
+            f", of which reproducible partial sums {spell(partial_sums)}" if partial_sums else ""
+        )
+        print(f"memory  {memory}{share} (compiled in {seconds:.1f} s)", flush=True)
     return compiled
 
 

@@ -93,42 +93,49 @@ def _sequence_rule(config: Config, mesh: MeshShape) -> Iterator[str]:
 
 
 def _reproducible_rules(config: Config, mesh: MeshShape) -> Iterator[str]:
-    """What `precision.reproducible` asks for: one tree of sums that every mesh cuts at a node."""
+    """What `precision.reproducible` asks for: one tree of sums, which every mesh cuts at a node."""
     shards, size = config.precision.logical_shards, config.batch.global_size
-    keyed, reason = f"precision.logical_shards={shards}", "for precision.reproducible"
+    keyed = f"precision.logical_shards={shards}"
     if shards & (shards - 1):
-        below = 1 << shards.bit_length() - 1
-        yield f"{keyed} is not a power of two {reason}; nearest that are: {below}, {2 * below}."
+        below = 1 << (shards.bit_length() - 1)
+        yield (
+            f"{keyed} is not a power of two, as reproducible sums need; "
+            f"nearest that are: {below}, {2 * below}."
+        )
         return
-    for axes, parts in (
+    for what, parts in (
         (f"data={mesh.data}", mesh.data),
-        (f"stage x model={mesh.stage} x {mesh.model}", mesh.stage * mesh.model),
+        (f"stage={mesh.stage} x model={mesh.model}", mesh.stage * mesh.model),
     ):
-        if parts & (parts - 1):
-            yield f"{axes} is not a power of two {reason}."
-        elif shards % parts:
-            yield f"{axes} does not divide {keyed}; the nearest that it does is {parts}."
+        if shards % parts:
+            allowed = [1 << k for k in range(shards.bit_length())]
+            enough = f", or {parts} logical shards" if parts & (parts - 1) == 0 else ""
+            yield (
+                f"{what} does not divide {keyed}, as reproducible sums need; "
+                f"sizes that do: {listed(allowed)}{enough}."
+            )
     pieces = shards * config.batch.microbatches
     if size % pieces:
-        working = (
-            nearest_divisors(size // shards, config.batch.microbatches) if size >= shards else []
-        )
-        counts = f"; batch.microbatches that work: {listed(working)}" if size % shards == 0 else ""
+        counts = ""
+        if size % shards == 0:
+            working = nearest_divisors(size // shards, config.batch.microbatches)
+            counts = f"; batch.microbatches that work for {size}: {listed(working)}"
         yield (
-            f"batch.global_size={size} is not divisible by {keyed} x batch.microbatches="
-            f"{config.batch.microbatches} = {pieces}; nearest sizes that are: "
+            f"batch.global_size={size} is not divisible by {keyed} x "
+            f"batch.microbatches={config.batch.microbatches} = {pieces} (micro-batches are those "
+            f"of a logical shard); nearest sizes that are: "
             f"{listed(nearest_multiples(size, pieces))}{counts}."
         )
-    for key, value, allowed in (
-        ("parallel.zero", config.parallel.zero, (1, 0)),
+    for key, value, allowed_values in (
+        ("parallel.zero", config.parallel.zero, ("0", "1")),
         ("optim.name", config.optim.name, ("adamw", "lion")),
         ("pipeline.idle", config.pipeline.idle, ("skip",)),
-        ("precision.accumulate", config.precision.accumulate, ("float32", "auto")),
-        ("precision.reduce", config.precision.reduce, ("float32", "auto")),
-        ("precision.compensated", config.precision.compensated, (False,)),
+        ("precision.accumulate", config.precision.accumulate, ("auto", "float32")),
+        ("precision.reduce", config.precision.reduce, ("auto", "float32")),
+        ("precision.compensated", str(config.precision.compensated).lower(), ("false",)),
     ):
-        if value not in allowed:
+        if str(value) not in allowed_values:
             yield (
-                f"{key}={value} has sums whose order follows the mesh; "
-                f"use {str(allowed[0]).lower()} {reason}, of {listed(allowed).lower()}."
+                f"{key}={value} makes sums follow the mesh, against precision.reproducible=true; "
+                f"values that do not: {listed(allowed_values)}."
             )

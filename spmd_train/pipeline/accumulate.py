@@ -8,6 +8,7 @@ keeps what that rounds away, `TreeAccumulation` the partial sums of a fixed bina
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmd_train.pipeline.collectives import (
 )
 from spmd_train.pipeline.reproducible import push, stack_depth
 from spmd_train.precision.policy import Policy
-from spmd_train.sharding import Layout, Leaf, as_tuple, only
+from spmd_train.sharding import Layout, Leaf, as_tuple, only, tree_map_leaves
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,25 @@ def accumulation(layout: Layout, policy: Policy, microbatches: int) -> Accumulat
         return Accumulation(layout, policy)
     per_shard = layout.logical_shards // layout.size(DATA)
     return TreeAccumulation(layout, policy, microbatches // per_shard)
+
+
+def partial_sum_bytes(leaves: Any, layout: Layout, policy: Policy, tied: bool) -> int:
+    """What reproducible sums hold on each device besides one accumulator for every parameter."""
+    if not layout.reproducible:
+        return 0
+    slots = TreeAccumulation(layout, policy, 1).slots
+
+    def size(leaf: Leaf) -> int:
+        elements = math.prod(leaf.shape) // layout.size(
+            *(a for e in leaf.spec for a in as_tuple(e))
+        )
+        return elements * jnp.dtype(policy.accumulate).itemsize
+
+    def total(part: Any) -> int:
+        return sum(jax.tree.leaves(tree_map_leaves(size, part)))
+
+    of_tied_head = slots * total(leaves["embed"]) if tied else 0
+    return (slots - 1) * total(leaves) + of_tied_head
 
 
 def _local_shape(shape: tuple[int, ...], spec: Any, layout: Layout) -> tuple[int, ...]:
