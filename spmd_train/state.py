@@ -76,7 +76,7 @@ class StateSpec:
         """Step 0 from FP32 parameters."""
         opt_state = self.tx.init(params)
         image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
-        history = tree_map_leaves(lambda leaf: jnp.zeros(leaf.shape), self.fp8)
+        history = tree_map_leaves(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.fp8)
         return TrainState(jnp.int32(0), image, opt_state, history)
 
     def init(self, seed: int) -> TrainState:
