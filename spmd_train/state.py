@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class TrainState:
     step: Any
     params: Any
     opt_state: Any
-    fp8: ByProduct
+    fp8: ByProduct = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StateSpec:
     policy: Policy
     tx: optax.GradientTransformationExtraArgs
     leaves: Any
-    fp8: ByProduct
+    fp8: ByProduct = field(default_factory=dict)
 
     def abstract_params(self, dtype: Any) -> Any:
         return tree_map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), self.leaves)
