@@ -1,4 +1,4 @@
-"""The optimizer of a configuration, as an optax chain. Gradients arrive clipped (step.py).
+"""The optimizer of a configuration, as an optax chain; gradients arrive clipped (step.py).
 
 Update k = 1, 2, ... uses learning rate `schedule(k)`, so the first
 update is never a no-op, and the logged rate is the applied one.
