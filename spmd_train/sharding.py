@@ -71,7 +71,8 @@ class Leaf:
         logical_shape: the model's own shape, as checkpoints hold it.
         shape: the shape at run time; the vocabulary padded to its shards.
         spec: mesh axes without `data`.
-        data_dim: the dimension ZeRO shards over `data`; None where none divides.
+        data_dim: the dimension ZeRO shards over `data`; None where none divides (by
+            `Layout.logical_shards`, if set: the same dimension on every mesh).
     """
 
     axes: Axes

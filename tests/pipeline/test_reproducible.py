@@ -176,7 +176,7 @@ def test_a_data_shard_takes_a_run_of_rows_whatever_the_mesh(data, microbatches):
         ("1x1x1", "8x1x1", UNTIED),
         ("1x1x1", "2x1x4", UNTIED),
         ("1x1x1", "2x1x2", (*TIED, "precision.policy=bf16", "pipeline.schedule=gpipe")),
-        ("1x2x1", "2x2x2", TIED),
+        ("1x2x1", "2x2x2", ("model.tied=true",)),
     ],
 )
 def test_a_few_steps_have_the_bits_of_fewer_devices(reference, mesh, options):
@@ -273,8 +273,9 @@ def test_two_processes_have_the_bits_of_one_device(tmp_path: Path) -> None:
 
 def test_no_gradient_is_summed_by_the_library():
     """Over data only slices go around, after the loops; sums of floats over it are our own."""
-    program = run("2x2x2", ON, *TIED)
-    train("2x2x2", ON, *TIED, steps=3)
+    options = (ON, "model.tied=true")
+    program = run("2x2x2", *options)
+    train("2x2x2", *options, steps=3)
     over_data = [c for c in collectives(program._compiled.as_text()) if "data" in c.axes]
     summed = [c for c in over_data if c.kind in ("all-reduce", "reduce-scatter")]
     assert {dtype for c in summed for dtype in c.dtypes} <= {"s32"}  # the number of tokens
