@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The update rule of a configuration as an optax chain; `precision.compose` guards and clips it.
-=======
-"""The optimizer of a configuration, as an optax chain; gradients arrive clipped (step.py).
->>>>>>> repro
 
 ```
 gradient --clip--> direction --> + weight_decay * parameter --> * -schedule(k) --> update k
