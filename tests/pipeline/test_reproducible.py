@@ -177,6 +177,11 @@ def test_a_data_shard_takes_a_run_of_rows_whatever_the_mesh(data, microbatches):
         ("1x1x1", "2x1x4", UNTIED),
         ("1x1x1", "2x1x2", (*TIED, "precision.policy=bf16", "pipeline.schedule=gpipe")),
         ("1x2x1", "2x2x2", ("model.tied=true",)),
+        *(
+            pytest.param("1x1x1", mesh, (f"precision.policy={policy}",), marks=pytest.mark.slow)
+            for policy in ("fp16", "fp8")
+            for mesh in ("2x1x2", "8x1x1")
+        ),
     ],
 )
 def test_a_few_steps_have_the_bits_of_fewer_devices(reference, mesh, options):
