@@ -74,7 +74,7 @@ class StateSpec:
 
     def fresh(self, params: Any) -> TrainState:
         """Step 0 from FP32 parameters."""
-        opt_state = self.tx.init(params)
+        opt_state = self.tx.init(jax.tree.map(lambda p: p.astype(self.policy.master), params))
         image = jax.tree.map(lambda p: p.astype(self.policy.compute), params)
         history = tree_map_leaves(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.fp8)
         return TrainState(jnp.int32(0), image, opt_state, history)

@@ -127,6 +127,26 @@ class TestFP16:
         assert state.opt_state.clean == 1
 
 
+def test_p06_half_precision_masters_stall():
+    """What is refused: norm scales of 1 never move, since a step is below 1/256 of them."""
+    unsafe = ("precision.policy=bf16", "precision.master=bfloat16", "precision.allow_unsafe=true")
+    sets = ("optim.lr=1e-3", "optim.weight_decay=0", "batch.microbatches=2")
+    ones = jax.tree.map(np.copy, parameters(run("1x1x1", base=T0).config.model))
+    ones["blocks"]["mlp_norm"]["scale"][:] = 1.0
+    moved = {}
+    for name, more in (("kept in FP32", ("precision.policy=bf16",)), ("bfloat16 only", unsafe)):
+        step = run("1x1x1", *sets, *more, base=T0)
+        state = step.state(ones)
+        for _ in range(8):
+            state, metrics = step(state, step.batch())
+        assert metrics["verdict"] == APPLIED
+        moved[name] = np.abs(step.weights(state)["blocks/mlp_norm/scale"] - 1.0).max()
+        saved = jax.tree.leaves(step.spec.abstract_canonical())
+        assert {jnp.dtype(x.dtype).name for x in saved} <= {"float32", "int32"}
+    assert moved["kept in FP32"] > 5e-3
+    assert moved["bfloat16 only"] == 0
+
+
 def test_another_policy_starts_its_own_scale():
     """fp32 -> fp16 begins at the initial scale; fp16 -> fp32 drops it; the rest is kept."""
     half_step, full_step = half("1x1x1"), run("1x1x1", "batch.microbatches=2", base=T0)

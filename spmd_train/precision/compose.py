@@ -34,6 +34,8 @@ def compose(
 ) -> optax.GradientTransformationExtraArgs:
     """Everything between a step's gradients and its new parameters, around an update rule."""
     tx = optimizer
+    if jnp.finfo(policy.master).bits < 32:  # unsafe: then the moments are no better either
+        tx = optax.chain(optax.stateless(lambda g, _: optax.tree.cast(g, policy.master)), tx)
     if clip_norm is not None:
         tx = optax.chain(clip_by_grad_norm(clip_norm), tx)
     if policy.has_master:
