@@ -56,10 +56,9 @@ class Step:
         step number, the loss scale and the guard's counters move.
         """
         scale = scale_of(state.opt_state)
-        with jax.enable_x64(False):  # a float64 master makes nothing else float64
-            losses, gradients, largest = loss_and_gradients(
-                self.pipeline, state.params, fp8.scales_from(state.fp8), batch, state.step, scale
-            )
+        losses, gradients, largest = loss_and_gradients(
+            self.pipeline, state.params, fp8.scales_from(state.fp8), batch, state.step, scale
+        )
         params, opt_state = self._update(state, gradients, losses)
         guard = guard_of(opt_state)
         history = select(guard.verdict == APPLIED, fp8.remember(state.fp8, largest), state.fp8)

@@ -167,6 +167,19 @@ def test_a_run_that_diverges_stops_and_says_why(
     assert [e["finding"]["cause"] for e in skipped if "finding" in e] == ["diverged"]
 
 
+def test_a_float64_master_trains_and_is_diagnosed(whole_run: Path, tmp_path: Path) -> None:
+    """In processes of their own, since JAX's 64 bits are one switch for all."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    wide = ["--mesh", "1x1x1", "--steps", 6, *sets(*SMALL, "precision.master=float64")]
+    wild = sets("optim.lr=1e30", "guard.max_consecutive_skips=1")
+    first, second = process([*wide, "--out", good]), process([*wide, "--out", bad, *wild])
+    assert first.wait() == 0, first.stderr
+    np.testing.assert_allclose(losses(good), losses(whole_run), rtol=1e-5)
+    assert second.wait() == 1
+    assert second.stderr is not None
+    assert "float32 itself overflows" in second.stderr.read()
+
+
 def test_another_policy_on_resume_is_an_event(whole_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "policies"
     shutil.copytree(whole_run, out)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import Run, assert_same_bits, learned
 from jax.experimental.compilation_cache import compilation_cache
+from test_replicas import flipped
 
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.cli import main
@@ -21,7 +22,9 @@ from spmd_train.config import load
 from spmd_train.data.batches import Stream
 from spmd_train.data.source import load_tokens
 from spmd_train.data.tokenizer import tokenizer
+from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
+from spmd_train.state import TrainState
 from spmd_train.telemetry.records import read_jsonl
 
 LENGTH, SIZE, WINDOWS = 8, 4, 200
@@ -124,6 +127,29 @@ def test_too_many_in_a_row_end_the_run_with_what_it_had_learned(
     assert_same_bits(saved(out), by_hand(text, [0, 1, 2, 3]))
     assert main(["--out", str(out), "--resume"]) == 0, "the data goes on behind what was bad"
     assert_same_bits(saved(out), by_hand(text, [0, 1, 2, 3, 6, 7, 8]))
+
+
+def test_replicas_that_differ_end_the_run(
+    tmp_path: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bit of one replica flipped after the second step: named before the third."""
+    out, compare = tmp_path / "run", Recovery.compare_replicas
+
+    def flip_then_compare(recovery: Recovery, state: TrainState) -> None:
+        if int(state.step) == 2:
+            state = flipped(state, "params/blocks/mlp/gate", device=1, bit=0)
+        compare(recovery, state)
+
+    monkeypatch.setattr(Recovery, "compare_replicas", flip_then_compare)
+    assert train(out, text, "guard.replicas_every=1", "batch.microbatches=1", mesh="4x1x1") == 1
+    message = capsys.readouterr().err
+    assert "step 2: params/blocks/mlp/gate on device 1" in message
+    (event,) = events(out, "replicas")
+    assert event["findings"][0]["device"] == 1
+    assert not list((out / "checkpoints").glob("[0-9]*"))
 
 
 def test_rollback_goes_on_behind_the_bad_data(tmp_path: Path, text: Path) -> None:

@@ -61,6 +61,10 @@ class VocabRows:
         ids = tokens - self.start
         return jnp.where((ids >= 0) & (ids < self.size), ids, self.size)
 
+    def hot(self, targets: jax.Array) -> jax.Array:
+        """[..., V_local] bool, true at the target's row."""
+        return jnp.arange(self.size) == self.local(targets)[..., None]
+
     @property
     def padding(self) -> jax.Array:
         """[V_local] bool, true where the row is padding."""

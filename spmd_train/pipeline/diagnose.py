@@ -33,8 +33,8 @@ from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext
 from spmd_train.model.protocol import plain_product
 from spmd_train.pipeline.accumulate import Accumulation
-from spmd_train.pipeline.collectives import from_stage, ordered, reduce, whole
-from spmd_train.pipeline.execute import Pipeline, dropout_keys, layer_of, typed
+from spmd_train.pipeline.collectives import from_stage, ordered, whole
+from spmd_train.pipeline.execute import Pipeline, dropout_keys, layer_of, token_weight, typed
 from spmd_train.pipeline.vocabulary import Vocabulary
 from spmd_train.precision import fp8
 from spmd_train.precision.attribution import Seen, Statistics
@@ -70,7 +70,7 @@ def diagnose(
         "activation_gradients": by_stage_and_row,
         "gradients": by_stage_and_row,
     }
-    return jax.shard_map(
+    mapped = jax.shard_map(
         lambda *a: _measure(pipeline, *a),
         mesh=layout.mesh,
         in_specs=(
@@ -80,7 +80,9 @@ def diagnose(
         out_specs=Statistics(**placed),
         axis_names=manual,
         check_vma=False,
-    )(params, scales, batch.inputs, batch.targets, step, loss_scale)
+    )
+    with jax.enable_x64(False):  # a float64 master makes nothing here 64 bits wide
+        return mapped(params, scales, batch.inputs, batch.targets, step, loss_scale)
 
 
 def seen(x: jax.Array, keep: int = 0) -> Seen:
@@ -213,8 +215,7 @@ def _measure(
     M, B, T = inputs.shape
     shared = p.model.shared(T)
     first_layer = lax.axis_index(STAGE) * (config.layers // p.schedule.num_stages)
-    tokens = reduce(jnp.sum(targets >= 0), DATA)
-    weight = jnp.where(tokens > 0, 1.0 / jnp.maximum(tokens, 1), 0.0)
+    _, weight = token_weight(targets)
     # ZeRO 2 and 3 would sum a gradient over data as it is made: gather here, once, and do not.
     ends = {
         group: tree_map_leaves(lambda f, x: whole(x, f, layout), p.leaves[group], params[group])
@@ -225,8 +226,7 @@ def _measure(
     no_gradient = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), ends)
 
     def layer(i: Any) -> tuple[Any, Any]:
-        of_layer = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, keepdims=False), scales)
-        return layer_of(p, params, i), of_layer
+        return layer_of(p, params, scales, i)
 
     def by_row(tensors: OrderedDict[str, jax.Array]) -> OrderedDict[str, Seen]:
         return OrderedDict((name, _seen_by_row(x, B)) for name, x in tensors.items())

@@ -100,14 +100,16 @@ def loss_and_gradients(
         return tree_map_leaves(lambda leaf: only(spec_of(leaf), manual), leaves)
 
     tokens = only(layout.batch_spec, manual)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         lambda *a: _scan(pipeline, *a),
         mesh=layout.mesh,
         in_specs=(manual_specs(layout.param_spec), P(STAGE), tokens, tokens, P(), P()),
         out_specs=(P(), manual_specs(layout.optimizer_spec), P(STAGE)),
         axis_names=manual,
         check_vma=False,
-    )(params, scales, batch.inputs, batch.targets, step, loss_scale)
+    )
+    with jax.enable_x64(False):  # a float64 master makes nothing here 64 bits wide
+        return mapped(params, scales, batch.inputs, batch.targets, step, loss_scale)
 
 
 def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
@@ -136,14 +138,21 @@ def typed(keys: jax.Array | None) -> jax.Array | None:
     return None if keys is None else jax.random.wrap_key_data(keys)
 
 
-def layer_of(p: Pipeline, params: Any, i: Any) -> Any:
-    """The parameters of layer i of this stage."""
+def token_weight(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Supervised tokens of the whole step, and 1 / their number (0 without any)."""
+    count = reduce(jnp.sum(targets >= 0), DATA)
+    return count, jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)
+
+
+def layer_of(p: Pipeline, params: Any, scales: fp8.ByProduct, i: Any) -> tuple[Any, Any]:
+    """Weights and fp8 scales of layer i of this stage."""
 
     def pick(leaf: Any, a: jax.Array) -> jax.Array:
         a = lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
         return whole(a, leaf, p.layout, one_layer=True)
 
-    return tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
+    weights = tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
+    return weights, jax.tree.map(lambda s: _at(s, i), scales)
 
 
 def _scan(
@@ -160,8 +169,7 @@ def _scan(
     S, L = schedule.num_stages, p.model.config.layers // schedule.num_stages
     M, B, T = inputs.shape
     stage = lax.axis_index(STAGE)
-    count = reduce(jnp.sum(targets >= 0), DATA)
-    weight = jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)
+    count, weight = token_weight(targets)
     shared = p.model.shared(T)
     sums = accumulation(layout, policy, M)
     ends = (p.model, layout, p.leaves, policy, sums)
@@ -185,7 +193,7 @@ def _scan(
         return lambda i: (shared, stage * L + i, keys)
 
     def layer_params(i: Any) -> Any:
-        return layer_of(p, params, i), jax.tree.map(lambda s: _at(s, i), scales)
+        return layer_of(p, params, scales, i)
 
     layers = StageLayers(block, layer_params, L, p.remat, isolate)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)

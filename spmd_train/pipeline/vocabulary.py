@@ -30,6 +30,11 @@ MASKED = -1e30
 LOGITS_BYTES = 64 * 2**20  # float32 logits held at a time on one device
 
 
+def in_parts(x: jax.Array, parts: int) -> jax.Array:
+    """[B, T, ...] as equal parts of the sequence, [parts, B, T/parts, ...]."""
+    return jnp.swapaxes(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 0, 1)
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The vocabulary-sharded ends of `model`.
@@ -157,15 +162,11 @@ class Vocabulary:
             sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients)
             return (losses + added, sums), dy
 
-        B, T, D = y.shape
         if chunks == 1:
             losses, sums, dy = self._head_chunk(read, y, targets, weight, scale, rows)
         else:
             # Chunks along the sequence: the whole [tokens, vocabulary] is never held in float32.
-            parts = (
-                jnp.swapaxes(y.reshape(B, chunks, T // chunks, D), 0, 1),
-                jnp.swapaxes(targets.reshape(B, chunks, T // chunks), 0, 1),
-            )
+            parts = (in_parts(y, chunks), in_parts(targets, chunks))
             zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), read)
             (losses, sums), dy = lax.scan(one, (jnp.zeros(2, jnp.float32), zero), parts)
             dy = jnp.swapaxes(dy, 0, 1).reshape(y.shape)
@@ -176,9 +177,8 @@ class Vocabulary:
         """`fn` of the logits [B, t, V_local] of equal parts of the sequence, stacked first."""
         read = {group: self._whole(params, group) for group in self.model.head_reads}
         y = self.layout.constrain(y, "batch", None, "embed")
-        rows, (B, T, D) = self.rows(), y.shape
-        chunks = self._chunks(y.shape, rows.size // self.layout.size(MODEL))
-        parts = jnp.swapaxes(y.reshape(B, chunks, T // chunks, D), 0, 1)
+        rows = self.rows()
+        parts = in_parts(y, self._chunks(y.shape, rows.size // self.layout.size(MODEL)))
         return lax.map(lambda y: fn(self.logits(read, y, rows)), parts)
 
     def _chunks(self, shape: tuple[int, ...], size: int) -> int:
@@ -204,7 +204,7 @@ class Vocabulary:
         logits = jnp.where(rows.padding, MASKED, logits)
         top = maximum(logits.max(-1), STAGE)[..., None]
         exponentials = jnp.exp(logits - top)
-        hot = jnp.arange(rows.size) == rows.local(targets)[..., None]
+        hot = rows.hot(targets)
         total, at_target = reduce(
             jnp.stack([exponentials.sum(-1), jnp.where(hot, logits - top, 0.0).sum(-1)]), STAGE
         )

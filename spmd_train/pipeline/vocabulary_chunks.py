@@ -26,7 +26,7 @@ from spmd_train.mesh import MODEL, STAGE
 from spmd_train.model import VocabRows
 from spmd_train.pipeline.collectives import exchanged_sum
 from spmd_train.pipeline.reproducible import isolated, push, stack_depth, tree_sum
-from spmd_train.pipeline.vocabulary import MASKED, Vocabulary
+from spmd_train.pipeline.vocabulary import MASKED, Vocabulary, in_parts
 from spmd_train.sharding import Leaf, tree_map_leaves
 
 FROM_HEAD = "embed, from the head"
@@ -112,8 +112,7 @@ class ChunkedVocabulary(Vocabulary):
         leaves = {group: self.leaves[group] for group in read}
         B, T, D = y.shape
         Q = self._chunks(y.shape, self._chunk_size)
-        y = jnp.swapaxes(y.reshape(B, Q, T // Q, D), 0, 1)
-        targets = jnp.swapaxes(targets.reshape(B, Q, T // Q), 0, 1)
+        y, targets = in_parts(y, Q), in_parts(targets, Q)
 
         def logits_of(part: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
             return jnp.where(rows.padding, MASKED, self.logits(part, y, rows))
@@ -126,7 +125,7 @@ class ChunkedVocabulary(Vocabulary):
                 logits = logits_of(part, y, rows)
                 top = logits.max(-1)
                 exponentials = jnp.exp(logits - top[..., None]).sum(-1)
-                at_target = jnp.where(_hot(rows, targets), logits, 0.0).sum(-1)
+                at_target = jnp.where(rows.hot(targets), logits, 0.0).sum(-1)
                 return None, jnp.stack([top, exponentials, at_target])
 
             return lax.scan(one, None, (y, targets))[1]
@@ -164,7 +163,7 @@ class ChunkedVocabulary(Vocabulary):
                 y, targets, top, slope, token_weight = now
                 logits, pullback = jax.vjp(lambda p, y: logits_of(p, y, rows), part, y)
                 exponentials = jnp.exp(logits - top[..., None])
-                d_logits = exponentials * slope[..., None] - _hot(rows, targets)
+                d_logits = exponentials * slope[..., None] - rows.hot(targets)
                 gradients, dy = pullback(d_logits * token_weight[..., None])
                 return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients), dy
 
@@ -277,8 +276,3 @@ class ChunkedVocabulary(Vocabulary):
             ),
             jax.tree.map(whole, more),
         )
-
-
-def _hot(rows: VocabRows, targets: jax.Array) -> jax.Array:
-    """[..., V_chunk] bool, true at the target's row."""
-    return jnp.arange(rows.size) == rows.local(targets)[..., None]
