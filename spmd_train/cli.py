@@ -5,6 +5,7 @@ Exit status: 0 done; 1 the run failed; 2 the request was wrong and nothing was s
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from spmd_train.errors import RequestError, RunError
+from spmd_train.errors import RequestError, RunError, listed
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -41,7 +42,9 @@ class Train:
     out: str | None = None
     """Run directory. Default: runs/NAME-TIME."""
     resume: bool = False
-    """Continue the run in --out from its newest checkpoint."""
+    """Continue the run in --out from its newest sound checkpoint."""
+    init_from: str | None = None
+    """Start a new run from the parameters (without --config: and configuration) of this one."""
     platform: Platform | None = None
     """Refuse to run on anything else. Default: what JAX finds."""
 
@@ -67,9 +70,55 @@ class Generate:
     """Refuse to run on anything else. Default: what JAX finds."""
 
 
+@dataclass(frozen=True)
+class _Steps:
+    run: tyro.conf.Positional[str]
+    """Run directory."""
+    step: int | None = None
+    """This step alone."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
+class Ls(_Steps):
+    """List the steps of a run, without reading their contents.
+
+    Example: python -m spmd_train checkpoint ls runs/a
+    """
+
+
+@dataclass(frozen=True)
+class Verify(_Steps):
+    """Read every file of a run's steps and compare it with its checksum; 1 if any is damaged.
+
+    Example: python -m spmd_train checkpoint verify runs/a
+    """
+
+
+@dataclass(frozen=True)
+class Show(_Steps):
+    """Say what a step (the newest, unless --step is given) holds: arrays, counters, configuration.
+
+    Example: python -m spmd_train checkpoint show runs/a --step 40
+    """
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """List, verify or show the checkpoints of a run."""
+
+    command: (
+        Annotated[Ls, tyro.conf.subcommand("ls")]
+        | Annotated[Verify, tyro.conf.subcommand("verify")]
+        | Annotated[Show, tyro.conf.subcommand("show")]
+    )
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
 )
 
 
@@ -97,11 +146,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="spmd-train",
         description="Train one model on any mesh of devices, with the same result.",
         args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.OmitSubcommandPrefixes,
+        ),
     )
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates; our messages say it once
     try:
-        train(command) if isinstance(command, Train) else generate(command)
+        _run(command)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -109,6 +162,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run(command: Any) -> None:
+    match command:
+        case Train():
+            train(command)
+        case Generate():
+            generate(command)
+        case Checkpoint(Show() as request):
+            show(request)
+        case Checkpoint(Ls() | Verify() as request):
+            list_steps(request)
 
 
 def train(request: Train) -> None:
@@ -119,12 +184,16 @@ def train(request: Train) -> None:
 
     if request.resume and request.out is None:
         raise RequestError("--resume needs --out: the run directory to continue.")
+    if request.resume and request.init_from:
+        raise RequestError("--resume and --init-from exclude each other; give one of them.")
     top = {"mesh": request.mesh, "steps": request.steps}
+    source = RunDirectory(_path(request.init_from)) if request.init_from else None
     if request.resume:
         run = RunDirectory(_path(request.out))
         config = resumed_config(run, request.config, request.set, **top)
     else:
-        config = load(request.config, request.set, **top)
+        base = source.saved_config() if source is not None else None
+        config = load(request.config or base, request.set, **top)
         run = new_run(request.out, config.name)
     if request.stop_after is not None and request.stop_after < 1:
         raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
@@ -155,7 +224,7 @@ def train(request: Train) -> None:
     step, resolved = build_step(config, mesh)
     throughput = _throughput(config, step, mesh)
     session = Session(
-        config, step, stream, run, resolved, throughput, request.resume, request.stop_after
+        config, step, stream, run, resolved, throughput, request.resume, source, request.stop_after
     )
     say = print if jax.process_index() == 0 else _silent
     say(describe(mesh, shape))
@@ -183,6 +252,50 @@ def generate(request: Generate) -> None:
     for piece in continue_text(run, config, request.prompt, sampling, request.platform):
         print(piece, end="", flush=True)
     print()
+
+
+def list_steps(request: Ls | Verify) -> None:
+    """Print the steps of a run; damage found by `verify` is a failure."""
+    from spmd_train.checkpoint import report
+    from spmd_train.runs import RunDirectory
+
+    run = RunDirectory(_path(request.run))
+    run.saved_config()
+    read = isinstance(request, Verify)
+    found = report.steps(run.checkpoints, request.step, read=read)
+    listing = found if request.step is not None else found + report.aside(run.checkpoints)
+    if request.json:
+        print(report.as_json(run.checkpoints, listing))
+    else:
+        report.print_table(run.checkpoints, listing)
+    damaged = [each.step for each in found if each.state == report.DAMAGED]
+    if read and damaged:
+        raise RunError(f"damaged: step {listed(damaged)}; a resume uses the newest sound step.")
+
+
+def show(request: Show) -> None:
+    """Print what one step holds."""
+    from spmd_train.checkpoint import files, report
+    from spmd_train.runs import RunDirectory
+
+    run = RunDirectory(_path(request.run))
+    run.saved_config()
+    have = files.steps(run.checkpoints)
+    step = request.step if request.step is not None else max(have, default=None)
+    if step not in have:
+        wanted = "" if step is None else f" of step {step}"
+        raise RequestError(
+            f"no complete checkpoint{wanted} in {run.checkpoints}: it has {listed(have) or 'none'}."
+        )
+    path = files.step_path(run.checkpoints, step)
+    try:
+        meta = files.read_meta(path)
+    except ValueError as error:
+        raise RunError(f"step {step} at {path} is damaged: {error}.") from error
+    if request.json:
+        print(json.dumps(meta, indent=2))
+    else:
+        report.print_meta(meta, path)
 
 
 def _allow_float64() -> None:

@@ -341,13 +341,22 @@ class CheckpointConfig(_Section):
     every_steps: int = Field(
         default=0, ge=0, description="Steps between saves; 0 means only at the end."
     )
+    every_seconds: float | None = Field(
+        default=None, gt=0, description="Save also once this long has passed since the last save."
+    )
     keep_last: int = Field(default=3, ge=1, description="Number of newest checkpoints kept.")
+    keep_every: int = Field(
+        default=0, ge=0, description="Keep each step that is a multiple of this; 0 keeps none."
+    )
 
 
 class LogConfig(_Section):
     """What is printed."""
 
     every_steps: int = Field(default=10, ge=1, description="Steps between two printed lines.")
+    sample_ids: bool = Field(
+        default=False, description="Write the ids of each step's samples to metrics.jsonl."
+    )
 
 
 class Config(_Section):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 from spmd_train.errors import RequestError
 
@@ -36,3 +39,21 @@ def join_processes() -> None:
     import jax
 
     jax.distributed.initialize(address, int(count), int(index))
+
+
+def agreed(value: Callable[[], Any]) -> Any:
+    """What `value` (plain JSON) is on the first process, on all of them; every process calls it.
+
+    Only the first process evaluates it: what it sees of the disk or the clock holds for the run.
+    """
+    import jax
+    import numpy as np
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    if jax.process_count() == 1:
+        return value()
+    text = json.dumps(value()).encode() if jax.process_index() == 0 else b""
+    size = int(broadcast_one_to_all(np.int32(len(text))))
+    letters = np.zeros(size, np.uint8)
+    letters[: len(text)] = np.frombuffer(text, np.uint8)
+    return json.loads(bytes(broadcast_one_to_all(letters).astype(np.uint8)))

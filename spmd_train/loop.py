@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +13,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd_train.build import Resolved, put_batch
+from spmd_train.checkpoint.cadence import Cadence
+from spmd_train.checkpoint.contents import describe
+from spmd_train.checkpoint.files import Keep
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config, dump
 from spmd_train.data.batches import Batch, Stream, prefetch, shift
-from spmd_train.errors import RequestError
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
+from spmd_train.start import Start, init_from, resume, spell_damage
 from spmd_train.state import TrainState
 from spmd_train.step import Step
 from spmd_train.telemetry.memory import compiled_memory, spell
@@ -35,7 +40,8 @@ class Session:
 
     Attributes:
         config: fully resolved. step: the compiled program's definition. stream: the data.
-        run: where to write. resume: continue from the newest checkpoint there.
+        run: where to write. resume: continue from the newest sound checkpoint there.
+        init_from: another run, whose parameters this one starts with.
         stop_after: save and leave after this step, as a preemption would; None runs to the end.
         resolved: what each `auto` became. throughput: tokens and FLOPs of a step.
     """
@@ -47,6 +53,7 @@ class Session:
     resolved: Resolved
     throughput: Throughput
     resume: bool = False
+    init_from: RunDirectory | None = None
     stop_after: int | None = None
 
     @property
@@ -73,14 +80,15 @@ def run(session: Session) -> int:
     with ExitStack() as stack:
         if main:
             session.run.path.mkdir(parents=True, exist_ok=True)
-        keep = config.checkpoint.keep_last
+        keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
         checkpoints = stack.enter_context(Checkpoints(session.run.checkpoints, keep))
-        state, done, policy_before = _start(session, checkpoints)
+        start = _start(session, checkpoints)
+        state, done = start.state, start.step
         log = stack.enter_context(RunLog(session.run.path, enabled=main))
         if main:
             session.run.config.write_text(dump(config))
         log.truncate_after(done)
-        _log_start(session, log, done, policy_before)
+        _log_start(session, log, start)
         batches = stack.enter_context(prefetch(_batches(session, done)))
         train_step = _compile(session, log, state)
         progress = stack.enter_context(
@@ -94,21 +102,26 @@ def run(session: Session) -> int:
             log,
             save=lambda state: _save(session, checkpoints, log, state, done),
         )
+        cadence = Cadence(config.checkpoint)
         saved = done
         while done < last and not stopping.is_set():
             clock = time.perf_counter()
-            batch = put_batch(session.step, next(batches))
+            sample_ids, rows = next(batches)
+            batch = put_batch(session.step, rows)
             waited = time.perf_counter() - clock
             state, metrics = train_step(state, batch)
             metrics = jax.device_get(metrics)
             done += 1
             record = session.throughput.record(done, metrics, time.perf_counter() - clock, waited)
+            if config.log.sample_ids:
+                record["sample_ids"] = sample_ids
             log.metrics(record)
             progress.update(record)
             state = recovery.after_step(state, batch, metrics)
             if config.guard.replicas_every and done % config.guard.replicas_every == 0:
                 recovery.compare_replicas(state)
-            if config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0:
+            checkpoints.check()
+            if cadence.due(done):
                 saved = _save(session, checkpoints, log, state, done)
         if saved < done:
             saved = _save(session, checkpoints, log, state, done)
@@ -118,36 +131,21 @@ def run(session: Session) -> int:
     return done
 
 
-def _start(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, int, str | None]:
-    """The state to go on from, the steps it has taken, and under which policy it was saved."""
-    spec = session.step.spec
-    if not session.resume:
-        return spec.init(session.config.seed), 0, None
-    latest = checkpoints.latest()
-    if latest is None:
-        raise RequestError(
-            f"--resume: {session.run.checkpoints} holds no complete checkpoint; "
-            "start the run again in another directory."
-        )
-    if latest > session.config.steps:
-        raise RequestError(
-            f"--steps {session.config.steps} is less than the {latest} steps that "
-            f"{session.run.path} has taken; give {latest} or more."
-        )
-    saved, meta = checkpoints.restore(latest, spec.abstract_canonical())
-    if meta["data"] != session.data_fingerprint:
-        raise RequestError(
-            f"--resume: the text or its windows differ from those {session.run.path} was trained "
-            "on; give the same data.source, sequence length, global size and seed."
-        )
-    return spec.from_canonical(saved), latest, meta["policy"]["name"]
+def _start(session: Session, checkpoints: Checkpoints) -> Start:
+    spec, config = session.step.spec, session.config
+    if session.resume:
+        return resume(session.run, checkpoints, config, spec, session.data_fingerprint)
+    if session.init_from is not None:
+        return init_from(session.init_from, config, spec)
+    return Start(spec.init(config.seed))
 
 
-def _batches(session: Session, first: int) -> Iterator[Batch]:
-    """Host batches [M, B/M, T] from step `first` on."""
+def _batches(session: Session, first: int) -> Iterator[tuple[np.ndarray, Batch]]:
+    """Sample ids [B] and host batches [M, B/M, T] from step `first` on."""
     step = first
     while True:
-        yield session.step.micro_batched(shift(session.stream.rows(step)))
+        ids = session.stream.sample_ids(step)
+        yield ids, session.step.micro_batched(shift(session.stream.rows(ids)))
         step += 1
 
 
@@ -172,13 +170,17 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     return compiled
 
 
-def _log_start(session: Session, log: RunLog, done: int, policy_before: str | None) -> None:
+def _log_start(session: Session, log: RunLog, start: Start) -> None:
     import jaxlib
 
+    for step, problems in start.found.damaged.items():
+        log.event("damaged", step=step, problems=problems)
+    if start.found.damaged and jax.process_index() == 0:
+        print(spell_damage(start.found), file=sys.stderr)
     policy = session.step.spec.policy
     log.event(
-        "start" if done == 0 else "restored",
-        step=done,
+        "restored" if session.resume else "start",
+        step=start.step,
         mesh=session.config.mesh,
         device=jax.devices()[0].device_kind,
         devices=jax.device_count(),
@@ -186,25 +188,24 @@ def _log_start(session: Session, log: RunLog, done: int, policy_before: str | No
         versions={"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         resolved=asdict(session.resolved),
         precision=policy.described(),
+        **({"parameters_from": start.source} if start.source else {}),
     )
-    if policy_before not in (None, policy.name):
-        log.event("policy", step=done, before=policy_before, after=policy.name)
+    if start.policy not in (None, policy.name):
+        log.event("policy", step=start.step, before=start.policy, after=policy.name)
 
 
 def _save(
     session: Session, checkpoints: Checkpoints, log: RunLog, state: TrainState, step: int
 ) -> int:
-    meta = {
-        "contents": "params: FP32 parameters; optimizer: optax state; both in the model's own "
-        "shapes, layers stacked first; step: steps taken, which is the position in the data; "
-        "loss_scale: 0 where the loss is not scaled; guard: bad steps in a row and in all",
-        "step": step,
-        "policy": session.step.spec.policy.described(),
-        "config": session.config.model_dump(mode="json"),
-        "data": session.data_fingerprint,
-    }
-    checkpoints.save(step, session.step.spec.canonical(state), meta)
-    log.event("checkpoint", step=step, path=str(session.run.checkpoints / str(step)))
+    """Save in the background; the loop stands still only while arrays are copied to the host."""
+    clock = time.perf_counter()
+    spec = session.step.spec
+    canonical = spec.canonical(state)
+    meta = describe(step, canonical, session.config, spec, session.data_fingerprint)
+    if checkpoints.save(step, canonical, meta):
+        blocked = round(time.perf_counter() - clock, 6)
+        path = str(session.run.checkpoints / str(step))
+        log.event("checkpoint", step=step, path=path, blocked_seconds=blocked)
     return step
 
 

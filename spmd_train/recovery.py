@@ -94,12 +94,12 @@ class Recovery:
 
         What lies between is not trained on again (Chowdhery et al. 2022, section 5.1).
         """
-        step, latest = int(state.step), self._checkpoints.latest()
+        step, latest = int(state.step), self._checkpoints.newest_sound().step
         if latest is None:
             self._stop(state, f"{in_a_row} bad steps in a row, and no checkpoint to go back to")
         if not self._learned_since_rollback:
             self._stop(state, f"{in_a_row} bad steps in a row again after going back to {latest}")
-        saved, _ = self._checkpoints.restore(latest, self._spec.abstract_canonical())
+        saved = self._checkpoints.restore(latest, self._spec.abstract_canonical())
         saved["guard"]["consecutive"] = jnp.zeros_like(saved["guard"]["consecutive"])
         restored = self._spec.from_canonical(saved)
         self._learned_since_rollback = False

@@ -13,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from spmd_train import config as configuration
 from spmd_train.config import Config
 from spmd_train.errors import RequestError
@@ -49,12 +51,20 @@ class RunDirectory:
         Raises:
             RequestError: this is no run directory.
         """
+        return configuration.load(self.saved_config())
+
+    def saved_config(self) -> Path:
+        """The path of `config.yaml`.
+
+        Raises:
+            RequestError: this is no run directory.
+        """
         if not self.exists():
             raise RequestError(
                 f"{self.path} is no run directory: it has no config.yaml; "
                 f"runs in {self.path.parent}: {_siblings(self.path)}."
             )
-        return configuration.load(self.config)
+        return self.config
 
 
 def _siblings(path: Path) -> str:
@@ -93,17 +103,40 @@ def resumed_config(
         requested = configuration.load(run.config, overrides, **top)
     else:
         requested = configuration.load(path, overrides, **{"mesh": saved.mesh, **_given(top)})
-    changed = [
+    differing = [
         f"{key} is {ours} in the request and {theirs} in {run.config}"
-        for key, ours, theirs in _differences(requested.model_dump(), saved.model_dump())
-        if not key.startswith(FREE_ON_RESUME)
+        for key, ours, theirs in changed(requested, saved.model_dump())
     ]
-    if changed:
+    if differing:
         raise RequestError(
-            f"--resume cannot change what the run learns: {'; '.join(changed)}. "
+            f"--resume cannot change what the run learns: {'; '.join(differing)}. "
             "May change: mesh, steps, precision.policy, log, checkpoint and most guard keys."
         )
     return requested
+
+
+def changed(
+    config: Config, other: Mapping[str, Any], only: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each key (starting with `only`) that decides what is learned and differs, with both values.
+
+    Args:
+        other: a configuration as plain values, perhaps written before some keys existed.
+
+    Raises:
+        RequestError: `other` has keys or values that this version does not know.
+    """
+    try:
+        theirs = Config.model_validate(other).model_dump()
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestError(
+            f"{'.'.join(map(str, first['loc']))} in the saved configuration is not known to this "
+            f"version ({first['msg']}); use the version of spmd_train that wrote it."
+        ) from error
+    for key, mine, their in _differences(config.model_dump(), theirs):
+        if key.startswith(only) and not key.startswith(FREE_ON_RESUME):
+            yield key, mine, their
 
 
 def _given(top: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,7 +140,32 @@ class StateSpec:
             opt_state = put_together(tree, fresh.opt_state)
             return TrainState(tree["step"], fresh.params, opt_state, tree.get("fp8", {}))
 
-        return jax.jit(build, out_shardings=self.shardings(), donate_argnums=0)(saved)
+        return self._built(build, self.shardings(), saved)
+
+    def from_parameters(self, params: Any) -> TrainState:
+        """Step 0 from the parameters of a checkpoint."""
+
+        def build(params: Any) -> TrainState:
+            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, {"params": params})
+            return self.fresh(padded["params"])
+
+        return self._built(build, self.shardings(), params)
+
+    def image(self, params: Any) -> Any:
+        """What the forward pass reads, of a checkpoint's parameters."""
+
+        def build(params: Any) -> Any:
+            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, {"params": params})
+            return jax.tree.map(lambda p: p.astype(self.policy.compute), padded["params"])
+
+        return self._built(build, self.shardings().params, params)
+
+    def _built(self, build: Callable[[Any], Any], shardings: Any, saved: Any) -> Any:
+        """`build(saved)` in the place of `saved`, of which nothing else is held."""
+        with warnings.catch_warnings():
+            # A vocabulary that is padded here has no array of its padded size to be put into.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return jax.jit(build, out_shardings=shardings, donate_argnums=0)(saved)
 
     def _canonical_arrays(self, tree: Any) -> Any:
         """Unpadded, and what is in half precision in FP32, which holds each of its values."""

@@ -80,7 +80,7 @@ def by_hand(text: Path, steps: list[int], mesh: str = "1x1x1", total: int = 9) -
     stream = Stream(tokens, LENGTH, SIZE, config.seed)
     state = reference.spec.init(config.seed)
     for step in steps:
-        rows = stream.rows(step)
+        rows = stream.rows(stream.sample_ids(step))
         state, _ = reference(state, reference.batch(rows, np.full(SIZE, LENGTH)))
     return learned(state)
 
@@ -89,7 +89,7 @@ def saved(out: Path, mesh: str = "1x1x1") -> object:
     """What the newest checkpoint of a run holds."""
     spec = Run(load(out / "config.yaml", mesh=mesh)).spec
     with Checkpoints(RunDirectory(out).checkpoints, read_only=True) as checkpoints:
-        state, _ = checkpoints.restore(checkpoints.latest(), spec.abstract_canonical())
+        state = checkpoints.restore(checkpoints.latest(), spec.abstract_canonical())
     return learned(spec.from_canonical(state))
 
 
@@ -181,12 +181,12 @@ def test_weights_that_are_not_finite_are_never_saved(
     config = load(out / "config.yaml")
     spec = Run(config).spec
     with Checkpoints(RunDirectory(out).checkpoints) as checkpoints:
-        state, meta = checkpoints.restore(3, spec.abstract_canonical())
+        state = checkpoints.restore(3, spec.abstract_canonical())
         table = state["params"]["embed"]["table"]
         state["params"]["embed"]["table"] = jax.device_put(
             table.at[100].set(np.nan), table.sharding
         )
-        checkpoints.save(4, state, meta)
+        checkpoints.save(4, state, checkpoints.meta(3))
     assert main(["--out", str(out), "--resume", "--steps", "9"]) == 1
     assert "nothing was saved, since the weights themselves" in capsys.readouterr().err
     assert sorted(int(p.name) for p in (out / "checkpoints").iterdir()) == [3, 4]

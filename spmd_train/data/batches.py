@@ -61,9 +61,9 @@ class Stream:
         first = step * self.global_size
         return np.array([self._order[first + row] for row in range(self.global_size)], np.int64)
 
-    def rows(self, step: int) -> np.ndarray:
-        """The tokens of global batch `step`, int32. [B, T+1]"""
-        starts = self.sample_ids(step) * self.sequence_length
+    def rows(self, sample_ids: np.ndarray) -> np.ndarray:
+        """The tokens of these windows, int32. [B, T+1]"""
+        starts = sample_ids * self.sequence_length
         offsets = np.arange(self.sequence_length + 1)
         return self.tokens[starts[:, None] + offsets].astype(np.int32)
 

@@ -6,6 +6,7 @@ learned, not for serving.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from spmd_train.data.tokenizer import tokenizer
 from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.runs import RunDirectory
+from spmd_train.start import load_parameters, sound_step, spell_damage
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def continue_text(
 
 def _restore(run: RunDirectory, step: Any) -> Any:
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        latest = checkpoints.latest()
-        if latest is None:
-            raise RequestError(f"{run.checkpoints} holds no complete checkpoint to generate from.")
-        saved, _ = checkpoints.restore(latest, step.spec.abstract_canonical())
-    return step.spec.from_canonical(saved).params
+        found = checkpoints.newest_sound()
+        params = load_parameters(checkpoints, sound_step(found, run), step.spec)
+    if found.damaged:
+        print(spell_damage(found), file=sys.stderr)
+    return step.spec.image(params)

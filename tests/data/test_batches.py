@@ -34,7 +34,7 @@ def test_golden_order():
 def test_rows_are_the_windows_of_the_ids(length, extra, size, step):
     tokens = (np.arange(length + 1 + extra) * 37 % 251).astype(np.uint8)
     stream = Stream(tokens, length, size, seed=3)
-    rows = stream.rows(step)
+    rows = stream.rows(stream.sample_ids(step))
     assert rows.dtype == np.int32
     assert rows.shape == (size, length + 1)
     for row, window in zip(rows, stream.sample_ids(step), strict=True):
@@ -44,14 +44,16 @@ def test_rows_are_the_windows_of_the_ids(length, extra, size, step):
 
 def test_each_token_is_the_target_of_one_window():
     stream = Stream(np.arange(41), 8, 5, seed=0)
-    targets = shift(stream.rows(0)).targets
+    targets = shift(stream.rows(stream.sample_ids(0))).targets
     assert sorted(targets.ravel()) == list(range(1, 41))
 
 
 def test_public_case_p20_each_id_once_per_epoch():
     stream = one_token_rows(64, global_size=8)
     epochs = [
-        np.concatenate([stream.rows(step)[:, 0] for step in range(first, first + 8)])
+        np.concatenate(
+            [stream.rows(stream.sample_ids(step))[:, 0] for step in range(first, first + 8)]
+        )
         for first in (0, 8)
     ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(64))] * 2
@@ -60,10 +62,10 @@ def test_public_case_p20_each_id_once_per_epoch():
 
 def test_public_case_p20_resume_is_the_uninterrupted_run():
     run = one_token_rows(64, global_size=8)
-    uninterrupted = [run.rows(step) for step in range(12)]
+    uninterrupted = [run.rows(run.sample_ids(step)) for step in range(12)]
     resumed = one_token_rows(64, global_size=8)  # a fresh process: nothing but the step number
     for step in (3, 11, 0, 7):
-        np.testing.assert_array_equal(resumed.rows(step), uninterrupted[step])
+        np.testing.assert_array_equal(resumed.rows(resumed.sample_ids(step)), uninterrupted[step])
 
 
 def test_the_global_batch_size_only_cuts_the_same_order():

@@ -306,11 +306,9 @@ def test_a_restart_goes_on_as_if_nothing_had_happened(sets, tmp_path):
             state, _ = compiled(state, batch)
         at_5 = jax.device_get(state.fp8)
         checkpoints.save(5, spec.canonical(state), {})
-        restored = spec.from_canonical(checkpoints.restore(5, spec.abstract_canonical())[0])
+        restored = spec.from_canonical(checkpoints.restore(5, spec.abstract_canonical()))
         other, _ = build_step(configure("1x1x1", *sets, DELAYED, base=BASE), one())
-        moved = other.spec.from_canonical(
-            checkpoints.restore(5, other.spec.abstract_canonical())[0]
-        )
+        moved = other.spec.from_canonical(checkpoints.restore(5, other.spec.abstract_canonical()))
     assert all(a[:4].all() for a in at_5.values())
     for arrays in (restored.fp8, moved.fp8):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrays), at_5)

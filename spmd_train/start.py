@@ -1,0 +1,117 @@
+"""Where a run starts: at a seed, its own newest checkpoint, or another run's parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_train import runs
+from spmd_train.checkpoint.manager import NOTHING_FOUND, Checkpoints, Found
+from spmd_train.config import Config
+from spmd_train.errors import RequestError, RunError
+from spmd_train.runs import RunDirectory
+from spmd_train.state import StateSpec, TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """Attributes:
+    state: to go on from. step: steps it has taken.
+    policy: the precision policy it was saved under, None for a new run.
+    source: the run directory whose parameters it took, None for its own.
+    found: the saved step it is made of, and the newer ones that were damaged.
+    """
+
+    state: TrainState
+    step: int = 0
+    policy: str | None = None
+    source: str | None = None
+    found: Found = NOTHING_FOUND
+
+
+def resume(
+    run: RunDirectory,
+    checkpoints: Checkpoints,
+    config: Config,
+    spec: StateSpec,
+    data_fingerprint: str,
+) -> Start:
+    """The newest sound step of a run, on whatever mesh `spec` is for.
+
+    Raises:
+        RequestError: there is no complete step, or it is of another configuration or other data;
+            nothing was allocated.
+        RunError: every step is damaged.
+    """
+    found = checkpoints.newest_sound()
+    step = sound_step(found, run)
+    if step > config.steps:
+        raise RequestError(
+            f"--steps {config.steps} is less than the {step} steps that {run.path} has taken; "
+            f"give {step} or more."
+        )
+    meta = checkpoints.meta(step)
+    for key, ours, theirs in runs.changed(config, meta["config"]):
+        raise RequestError(
+            f"{key} is {ours} in {run.config} and {theirs} in its checkpoint of step {step}; "
+            "a checkpoint goes on only as what it was."
+        )
+    if meta["data"] != data_fingerprint:
+        raise RequestError(
+            f"--resume: the text or its windows differ from those {run.path} was trained "
+            "on; give the same data.source, sequence length, global size and seed."
+        )
+    saved = checkpoints.restore(step, spec.abstract_canonical())
+    return Start(spec.from_canonical(saved), step, meta["policy"]["name"], None, found)
+
+
+def init_from(source: RunDirectory, config: Config, spec: StateSpec) -> Start:
+    """Step 0 with the parameters of another run's newest sound step; nothing else of it is read.
+
+    Raises:
+        RequestError: that run has no complete step, or its model differs; nothing was allocated.
+    """
+    with Checkpoints(source.checkpoints, read_only=True) as checkpoints:
+        found = checkpoints.newest_sound()
+        step = sound_step(found, source)
+        theirs = checkpoints.meta(step)["config"]
+        for key, mine, other in runs.changed(config, theirs, only="model."):
+            raise RequestError(
+                f"--init-from {source.path}: {key} is {other} there and {mine} here; the parameters"
+                " of one model do not fit another."
+            )
+        params = load_parameters(checkpoints, step, spec)
+    state = spec.from_parameters(params)
+    return Start(state, source=f"{source.path} step {step}", found=found)
+
+
+def load_parameters(checkpoints: Checkpoints, step: int, spec: StateSpec) -> Any:
+    """The parameters of a step in their canonical form, without its optimizer state."""
+    return checkpoints.restore(step, {"params": spec.abstract_canonical()["params"]})["params"]
+
+
+def sound_step(found: Found, run: RunDirectory) -> int:
+    """The step that was found.
+
+    Raises:
+        RequestError: no step was ever finished. RunError: every step is damaged.
+    """
+    if found.step is not None:
+        return found.step
+    if not found.damaged:
+        raise RequestError(
+            f"{run.checkpoints} holds no complete checkpoint; start the run again in another"
+            " directory."
+        )
+    lines = "; ".join(f"step {step}: {wrong[0]}" for step, wrong in found.damaged.items())
+    raise RunError(f"no undamaged checkpoint is left in {run.checkpoints}: {lines}.")
+
+
+def spell_damage(found: Found) -> str:
+    """What a person must know of the steps that were passed over, a line each."""
+    lines = [
+        f"checkpoint of step {step} is damaged: {wrong[0]}"
+        + (f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else "")
+        for step, wrong in found.damaged.items()
+    ]
+    return "\n".join([*lines, f"using step {found.step}"])
