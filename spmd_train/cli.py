@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tyro.conf.OmitSubcommandPrefixes,
         ),
     )
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates; our messages say it once
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; we say it once
     try:
         _run(command)
     except RequestError as error:

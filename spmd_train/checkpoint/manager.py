@@ -37,7 +37,7 @@ _ASYNC_TIMEOUT_SECONDS = 300
 """How long processes wait for each other's writes (Orbax's 1200 would hide a dead peer)."""
 _CHUNK_BYTES = 64 << 20
 """Largest piece that is read as a whole: what a restore onto smaller shards holds beyond them."""
-_SPARE_BYTES = 4 << 20
+_SPARE_BYTES = 1 << 20
 """Metadata, manifest and log lines beside the arrays."""
 
 
@@ -265,7 +265,10 @@ def _handler() -> ocp.CompositeCheckpointHandler:
 
 
 def _first_line(error: Exception, limit: int = 300) -> str:
-    """The cause in one line: Orbax's and TensorStore's messages run to kilobytes."""
+    """The cause in one line: Orbax's and TensorStore's messages run to kilobytes.
+
+    Of a long line the end is kept too: TensorStore gives the system's reason last.
+    """
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
