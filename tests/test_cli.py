@@ -25,7 +25,7 @@ from spmd_train.telemetry.records import read_jsonl
 SMALL = [
     "model.layers=2", "model.width=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64",
     "batch.global_size=8", "batch.microbatches=2", "batch.sequence_length=32",
-    "optim.warmup_steps=2", "optim.lr=1e-2",
+    "optim.warmup_steps=2", "optim.lr=1e-2", "log.sample_ids=true",
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_a_run_directory_holds_what_it_promises(whole_run: Path) -> None:
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert set(records[0]) == {
         "step", "loss", "tokens", "grad_norm", "lr", "loss_scale", "skipped", "step_seconds",
-        "tokens_per_second", "data_wait_seconds",
+        "tokens_per_second", "data_wait_seconds", "sample_ids",
     }  # fmt: skip
     assert records[0]["tokens"] == 8 * 32
     assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.05)  # an untrained model guesses
@@ -203,12 +203,16 @@ def process(arguments: list[object], **environment: str) -> subprocess.Popen[str
     )
 
 
-def test_two_processes_give_the_losses_of_one(whole_run: Path, tmp_path: Path) -> None:
+def test_two_processes_go_on_where_one_stopped_and_the_other_way(
+    whole_run: Path, tmp_path: Path
+) -> None:
+    """Public case P20 among them: the samples are the same whatever the number of processes."""
     out = tmp_path / "two"
+    assert run("--mesh", "1x1x1", "--steps", 6, "--stop-after", 2, "--out", out, *sets(*SMALL)) == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    request = ["--mesh", "2x2x2", "--steps", 6, "--out", out, *sets(*SMALL)]
+    request = ["--mesh", "2x2x2", "--resume", "--stop-after", 4, "--out", out]
     pair = [
         process(
             request,
@@ -222,7 +226,10 @@ def test_two_processes_give_the_losses_of_one(whole_run: Path, tmp_path: Path) -
     assert [p.returncode for p in pair] == [0, 0], outputs
     assert "in 2 processes" in outputs[0][0]
     assert "loss" not in outputs[1][0], "one process speaks"
+    assert run("--mesh", "1x1x1", "--resume", "--out", out) == 0
     np.testing.assert_allclose(losses(out), losses(whole_run), rtol=1e-5)
+    ids = [[r["sample_ids"] for r in read_jsonl(d / "metrics.jsonl")] for d in (out, whole_run)]
+    assert ids[0] == ids[1]
 
 
 def test_ctrl_c_saves_and_leaves(tmp_path: Path) -> None:

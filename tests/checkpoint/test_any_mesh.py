@@ -1,6 +1,6 @@
 """Saved on one mesh, restored on another: every bit, and the losses of the run that went on.
 
-Public case P17, with a vocabulary (61) that is padded differently on every mesh.
+Public case P17, with a vocabulary (61) that is padded differently on every mesh, and dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEFORE, AFTER = 3, 5
 
 def on(place: Place) -> Run:
     mesh, zero = place
-    return run(mesh, "model.vocab=61", f"parallel.zero={zero}")
+    return run(mesh, "model.vocab=61", "model.dropout=0.1", f"parallel.zero={zero}")
 
 
 def losses(where: Run, state: Any, steps: int) -> tuple[Any, list[float]]:
@@ -60,6 +60,7 @@ def check(saved_on: Place, restored_on: Place, root: Path) -> None:
     with Checkpoints(directory, read_only=True) as checkpoints:
         restored = checkpoints.restore(BEFORE, where.spec.abstract_canonical())
     state = where.spec.from_canonical(restored)
+    assert all(x.is_deleted() for x in jax.tree.leaves(restored)), "the state takes their place"
     placed = jax.tree.map(lambda x, s: x.sharding == s, state, where.spec.shardings())
     assert all(jax.tree.leaves(placed))
     assert_same_bits(jax.device_get(where.spec.canonical(state)), kept)
