@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from spmd_train.build import Resolved, put_batch
 from spmd_train.checkpoint.cadence import Cadence
 from spmd_train.checkpoint.contents import describe
 from spmd_train.checkpoint.files import Keep
-from spmd_train.checkpoint.manager import Checkpoints
-from spmd_train.config import Config, dump
+from spmd_train.checkpoint.manager import Checkpoints, Saved
+from spmd_train.config import Config
 from spmd_train.data.batches import Batch, Stream, prefetch, shift
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.recovery import Recovery
@@ -78,15 +79,15 @@ def run(session: Session) -> int:
     config, last = session.config, session.last_step
     main = jax.process_index() == 0
     with ExitStack() as stack:
-        if main:
-            session.run.path.mkdir(parents=True, exist_ok=True)
+        log = stack.enter_context(RunLog(session.run.path, enabled=main))
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        checkpoints = stack.enter_context(Checkpoints(session.run.checkpoints, keep))
+        checkpoints = stack.enter_context(
+            Checkpoints(session.run.checkpoints, keep, on_saved=partial(_log_saved, log))
+        )
         start = _start(session, checkpoints)
         state, done = start.state, start.step
-        log = stack.enter_context(RunLog(session.run.path, enabled=main))
         if main:
-            session.run.config.write_text(dump(config))
+            session.run.write_config(config)
         log.truncate_after(done)
         _log_start(session, log, start)
         batches = stack.enter_context(prefetch(_batches(session, done)))
@@ -100,7 +101,7 @@ def run(session: Session) -> int:
             session.step,
             checkpoints,
             log,
-            save=lambda state: _save(session, checkpoints, log, state, done),
+            save=lambda state: _save(session, checkpoints, state, done),
         )
         cadence = Cadence(config.checkpoint)
         saved = done
@@ -122,9 +123,9 @@ def run(session: Session) -> int:
                 recovery.compare_replicas(state)
             checkpoints.check()
             if cadence.due(done):
-                saved = _save(session, checkpoints, log, state, done)
+                saved = _save(session, checkpoints, state, done)
         if saved < done:
-            saved = _save(session, checkpoints, log, state, done)
+            saved = _save(session, checkpoints, state, done)
         checkpoints.wait()
         reason = "signal" if stopping.is_set() else "finished" if done == config.steps else "asked"
         log.event("stop", step=done, reason=reason)
@@ -194,19 +195,23 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
         log.event("policy", step=start.step, before=start.policy, after=policy.name)
 
 
-def _save(
-    session: Session, checkpoints: Checkpoints, log: RunLog, state: TrainState, step: int
-) -> int:
+def _save(session: Session, checkpoints: Checkpoints, state: TrainState, step: int) -> int:
     """Save in the background; the loop stands still only while arrays are copied to the host."""
-    clock = time.perf_counter()
     spec = session.step.spec
     canonical = spec.canonical(state)
     meta = describe(step, canonical, session.config, spec, session.data_fingerprint)
-    if checkpoints.save(step, canonical, meta):
-        blocked = round(time.perf_counter() - clock, 6)
-        path = str(session.run.checkpoints / str(step))
-        log.event("checkpoint", step=step, path=path, blocked_seconds=blocked)
+    checkpoints.save(step, canonical, meta)
     return step
+
+
+def _log_saved(log: RunLog, saved: Saved) -> None:
+    log.event(
+        "checkpoint",
+        step=saved.step,
+        path=saved.path,
+        blocked_seconds=round(saved.blocked_seconds, 6),
+        seconds=round(saved.seconds, 6),
+    )
 
 
 @contextmanager

@@ -94,7 +94,10 @@ class Recovery:
 
         What lies between is not trained on again (Chowdhery et al. 2022, section 5.1).
         """
-        step, latest = int(state.step), self._checkpoints.newest_sound().step
+        found = self._checkpoints.newest_sound()
+        for damaged, problems in found.damaged.items():
+            self._log.event("damaged", step=damaged, problems=problems)
+        step, latest = int(state.step), found.step
         if latest is None:
             self._stop(state, f"{in_a_row} bad steps in a row, and no checkpoint to go back to")
         if not self._learned_since_rollback:

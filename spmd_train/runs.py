@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from spmd_train import config as configuration
 from spmd_train.config import Config
-from spmd_train.errors import RequestError
+from spmd_train.errors import RequestError, RunError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
 FREE_ON_RESUME = (
@@ -52,6 +52,20 @@ class RunDirectory:
             RequestError: this is no run directory.
         """
         return configuration.load(self.saved_config())
+
+    def write_config(self, config: Config) -> None:
+        """Make the directory that of a run with this configuration, in one atomic step.
+
+        Raises:
+            RunError: the disk is full, or the place cannot be written.
+        """
+        part = self.config.with_suffix(".part")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            part.write_text(configuration.dump(config), encoding="utf-8")
+            part.replace(self.config)
+        except OSError as error:
+            raise RunError(f"cannot write {self.config} ({error.strerror}).") from error
 
     def saved_config(self) -> Path:
         """The path of `config.yaml`.

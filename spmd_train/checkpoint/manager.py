@@ -14,7 +14,8 @@ thread                             | Orbax writes 20.saving, then checksums, ren
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,20 @@ class Found:
     damaged: dict[int, list[str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A step that counts from now on.
+
+    Attributes:
+        blocked_seconds: how long the caller waited for it. seconds: how long it took in all.
+    """
+
+    step: int
+    path: Path
+    blocked_seconds: float
+    seconds: float
+
+
 NOTHING_FOUND = Found(None)
 
 
@@ -57,16 +72,24 @@ class Checkpoints:
 
     All processes of a run call every method together; the directory must be on a file system that
     they share. With `read_only`, another process may be saving there: nothing is changed.
+    `on_saved` is called once a step counts, from within the next call of any method.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep: Keep = KEEP_ALL, *, read_only: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        keep: Keep = KEEP_ALL,
+        *,
+        read_only: bool = False,
+        on_saved: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         self._directory = Path(os.path.abspath(directory))  # Orbax fails late on a relative path
         self._keep = keep
         self._read_only = read_only
         self._main = jax.process_index() == 0
-        self._saving: tuple[int, Future[None]] | None = None
+        self._on_saved = on_saved
+        self._saving: tuple[int, Future[float]] | None = None
+        self._blocked_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         options = ocp.AsyncOptions(timeout_secs=_ASYNC_TIMEOUT_SECONDS)
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
@@ -84,6 +107,7 @@ class Checkpoints:
             RunError: there is no room for the step or a newer step is there, and nothing was
                 written; or the save before failed, and then this step was not saved either.
         """
+        started = time.perf_counter()
         self.wait()
         have = self.steps()
         if step in have:
@@ -103,7 +127,8 @@ class Checkpoints:
             # Orbax's threads would wait out their time-out, at exit too, for a missing directory.
             self._directory.mkdir(parents=True, exist_ok=True)
             self._orbax.save(files.saving_path(self._directory, step), args=items, force=True)
-        self._saving = step, self._thread.submit(self._commit, step)
+        self._saving = step, self._thread.submit(self._commit, step, started)
+        self._blocked_seconds = time.perf_counter() - started
         return True
 
     def check(self) -> None:
@@ -121,7 +146,8 @@ class Checkpoints:
             return
         (step, result), self._saving = self._saving, None
         with self._reporting("saving the checkpoint failed:", step):
-            result.result()
+            seconds = result.result()
+        self._on_saved(Saved(step, self._path(step), self._blocked_seconds, seconds))
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first, as the first process sees them."""
@@ -207,12 +233,16 @@ class Checkpoints:
     def _path(self, step: int | None) -> Path:
         return self._directory if step is None else files.step_path(self._directory, step)
 
-    def _commit(self, step: int) -> None:
-        """In the background: await Orbax, then make the step count and delete what may go."""
+    def _commit(self, step: int, started: float) -> float:
+        """In the background: await Orbax, then make the step count and delete what may go.
+
+        Returns the seconds since `started`.
+        """
         self._orbax.wait_until_finished()
         if self._main:
             files.commit(self._directory, step)
             files.prune(self._directory, self._keep)
+        return time.perf_counter() - started
 
     def _check_room(self, step: int, state: Any) -> None:
         needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) + _SPARE_BYTES
