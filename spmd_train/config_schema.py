@@ -157,7 +157,8 @@ def _suggest(schema: Schema, name: str) -> list[str]:
     known = [(key.rpartition(".")[2], key) for key in (*schema.keys, *schema.sections)]
 
     def alike(mine: str, theirs: str) -> float:
-        return difflib.SequenceMatcher(None, mine, theirs).ratio()
+        begun = 0.9 if mine and theirs.startswith(mine) else 0.0
+        return max(begun, difflib.SequenceMatcher(None, mine, theirs).ratio())
 
     scores = [
         (alike(leaf, word), alike(section, key.rpartition(".")[0]), key)

@@ -145,7 +145,7 @@ def test_bad_values_name_key_value_and_what_is_allowed(override: str, expected: 
         ("seq_len", "batch.sequence_length"),
         ("optimizer.schedule", "optim.schedule"),
         ("pipe.schedule", "pipeline.schedule"),
-        ("checkpoint.every", "checkpoint.every_steps"),
+        ("checkpoint.every_step", "checkpoint.every_steps"),
         ("batch-size", "batch.global_size"),
         ("max_steps", "steps"),
         ("optimizer", "optim"),
@@ -161,6 +161,8 @@ def test_unknown_keys_are_answered_with_the_nearest(key: str, meant: str) -> Non
 def test_unknown_keys_list_their_neighbours() -> None:
     assert "the keys of batch are global_size, microbatches" in refusal("{}", "batch.foo=1")
     assert "the top-level keys are name, seed, steps" in refusal("zzz: 1")
+    begun = refusal("{}", "checkpoint.every=1")
+    assert "did you mean 'checkpoint.every_steps' or 'checkpoint.every_seconds'?" in begun
     ambiguous = refusal("every_steps: 1")
     assert "did you mean 'checkpoint.every_steps' or 'log.every_steps'?" in ambiguous
     assert "unknown key '1'" in refusal("1: 2")
