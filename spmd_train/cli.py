@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -128,7 +129,11 @@ def entry() -> None:
     A failed run leaves at once: threads of a failed save, or JAX's barrier with processes that wait
     in a collective, would hold the exit for minutes.
     """
-    status = main()
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
@@ -179,7 +184,7 @@ def _run(command: Any) -> None:
 def train(request: Train) -> None:
     """Resolve the request, build the step, run the loop; every check comes before compilation."""
     from spmd_train.config import load
-    from spmd_train.mesh import MeshShape, build_mesh, describe, prepare_devices
+    from spmd_train.mesh import MeshShape, prepare_devices
     from spmd_train.runs import RunDirectory, new_run, resumed_config
 
     if request.resume and request.out is None:
@@ -207,24 +212,43 @@ def train(request: Train) -> None:
         _allow_float64()
 
     from spmd_train.distributed import join_processes
+    from spmd_train.preemption import Preemption
+    from spmd_train.watchdog import Watchdog
 
-    join_processes()
-    mesh, shape = build_mesh(shape, request.platform)
-    config = config.model_copy(update={"mesh": str(shape)})
+    board = join_processes(config.watchdog.silent_seconds)
+    with Watchdog(config.watchdog, run.path, board) as watchdog, Preemption(board) as preemption:
+        _train_on(shape, request, config, run, source, watchdog, preemption)
 
+
+def _train_on(
+    shape: Any, request: Train, config: Any, run: Any, source: Any, watchdog: Any, preemption: Any
+) -> None:
+    """The part of `train` in which this process is one of a run's, and watched."""
     import jax
 
     from spmd_train.build import build_step
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
+    from spmd_train.mesh import build_mesh, describe
 
+    mesh, shape = build_mesh(shape, request.platform)
+    config = config.model_copy(update={"mesh": str(shape)})
     if jax.process_count() > 1 and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")
     stream = _stream(config)
     step, resolved = build_step(config, mesh)
-    throughput = _throughput(config, step, mesh)
     session = Session(
-        config, step, stream, run, resolved, throughput, request.resume, source, request.stop_after
+        config=config,
+        step=step,
+        stream=stream,
+        run=run,
+        resolved=resolved,
+        throughput=_throughput(config, step, mesh),
+        watchdog=watchdog,
+        preemption=preemption,
+        resume=request.resume,
+        init_from=source,
+        stop_after=request.stop_after,
     )
     say = print if jax.process_index() == 0 else _silent
     say(describe(mesh, shape))

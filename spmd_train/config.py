@@ -350,6 +350,23 @@ class CheckpointConfig(_Section):
     )
 
 
+class WatchdogConfig(_Section):
+    """When a run that hangs, or has lost a process, is ended."""
+
+    silent_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="Time without a sign of life from a process after which the others end; "
+        "0 means never.",
+    )
+    stalled_seconds: float = Field(
+        default=600.0,
+        ge=0,
+        description="Time without progress, compilation apart, after which the run ends; 0 means "
+        "never, and 5 times what saves and steps usually take is always allowed.",
+    )
+
+
 class LogConfig(_Section):
     """What is printed."""
 
@@ -380,6 +397,7 @@ class Config(_Section):
     guard: GuardConfig = GuardConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     log: LogConfig = LogConfig()
 
     @field_validator("mesh")

@@ -7,7 +7,10 @@ the nearest values that work. Only the command line turns them into an exit stat
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 class RequestError(Exception):
@@ -16,6 +19,17 @@ class RequestError(Exception):
 
 class RunError(Exception):
     """The run failed after it was started. The command line prints it and exits 1."""
+
+
+def end_process(message: str, status: int) -> NoReturn:
+    """Say why and leave at once, from any thread: the main one may hang where no exception reaches.
+
+    Nothing is cleaned up; in particular nobody waits for JAX's barrier with the other processes.
+    """
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

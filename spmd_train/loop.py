@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from spmd_train.checkpoint.manager import Checkpoints, Saved
 from spmd_train.config import Config
 from spmd_train.data.batches import Batch, Stream, prefetch, shift
 from spmd_train.pipeline.accumulate import partial_sum_bytes
+from spmd_train.preemption import Preemption
 from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
 from spmd_train.start import Start, init_from, resume, spell_damage
@@ -33,6 +32,7 @@ from spmd_train.telemetry.memory import compiled_memory, spell
 from spmd_train.telemetry.progress import Progress
 from spmd_train.telemetry.records import RunLog
 from spmd_train.telemetry.throughput import Throughput
+from spmd_train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Session:
         init_from: another run, whose parameters this one starts with.
         stop_after: save and leave after this step, as a preemption would; None runs to the end.
         resolved: what each `auto` became. throughput: tokens and FLOPs of a step.
+        watchdog: is told what is done. preemption: says when to leave.
     """
 
     config: Config
@@ -53,6 +54,8 @@ class Session:
     run: RunDirectory
     resolved: Resolved
     throughput: Throughput
+    watchdog: Watchdog
+    preemption: Preemption
     resume: bool = False
     init_from: RunDirectory | None = None
     stop_after: int | None = None
@@ -77,6 +80,7 @@ def run(session: Session) -> int:
         RequestError: the checkpoint does not belong to this configuration or data.
     """
     config, last = session.config, session.last_step
+    watchdog, preemption = session.watchdog, session.preemption
     main = jax.process_index() == 0
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(session.run.path, enabled=main))
@@ -84,6 +88,7 @@ def run(session: Session) -> int:
         checkpoints = stack.enter_context(
             Checkpoints(session.run.checkpoints, keep, on_saved=partial(_log_saved, log))
         )
+        watchdog.mark("restoring" if session.resume else "initialising", timed=session.resume)
         start = _start(session, checkpoints)
         state, done = start.state, start.step
         if main:
@@ -95,7 +100,6 @@ def run(session: Session) -> int:
         progress = stack.enter_context(
             Progress(config.steps, every_steps=config.log.every_steps, enabled=main)
         )
-        stopping = stack.enter_context(_stop_on_signals())
         recovery = Recovery(
             config,
             session.step,
@@ -105,14 +109,17 @@ def run(session: Session) -> int:
         )
         cadence = Cadence(config.checkpoint)
         saved = done
-        while done < last and not stopping.is_set():
+        while done < last and not preemption.reached(done):
             clock = time.perf_counter()
+            watchdog.mark(f"reading data for step {done + 1}")
             sample_ids, rows = next(batches)
             batch = put_batch(session.step, rows)
             waited = time.perf_counter() - clock
+            watchdog.mark(f"running step {done + 1}")
             state, metrics = train_step(state, batch)
             metrics = jax.device_get(metrics)
             done += 1
+            watchdog.mark(f"checking step {done}", timed=False)  # which may compile a diagnosis
             record = session.throughput.record(done, metrics, time.perf_counter() - clock, waited)
             if config.log.sample_ids:
                 record["sample_ids"] = sample_ids
@@ -127,7 +134,9 @@ def run(session: Session) -> int:
         if saved < done:
             saved = _save(session, checkpoints, state, done)
         checkpoints.wait()
-        reason = "signal" if stopping.is_set() else "finished" if done == config.steps else "asked"
+        if done < last:
+            log.event("preemption", step=done, **preemption.described())
+        reason = "signal" if done < last else "finished" if done == config.steps else "asked"
         log.event("stop", step=done, reason=reason)
     return done
 
@@ -152,6 +161,7 @@ def _batches(session: Session, first: int) -> Iterator[tuple[np.ndarray, Batch]]
 
 def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     """Compile the step ahead of the first one, so that its memory is known before it runs."""
+    session.watchdog.mark("compiling", timed=False)
     clock = time.perf_counter()
     batch = session.config.batch
     batch_spec = session.step.abstract_batch(batch.global_size, batch.sequence_length)
@@ -191,12 +201,17 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
         precision=policy.described(),
         **({"parameters_from": start.source} if start.source else {}),
     )
+    if session.resume and start.found.step is None:
+        log.event("no_checkpoint", path=str(session.run.checkpoints))
+        if jax.process_index() == 0:
+            print(f"no complete checkpoint in {session.run.checkpoints}: starting at step 0")
     if start.policy not in (None, policy.name):
         log.event("policy", step=start.step, before=start.policy, after=policy.name)
 
 
 def _save(session: Session, checkpoints: Checkpoints, state: TrainState, step: int) -> int:
     """Save in the background; the loop stands still only while arrays are copied to the host."""
+    session.watchdog.mark(f"saving step {step}")
     spec = session.step.spec
     canonical = spec.canonical(state)
     meta = describe(step, canonical, session.config, spec, session.data_fingerprint)
@@ -212,27 +227,3 @@ def _log_saved(log: RunLog, saved: Saved) -> None:
         blocked_seconds=round(saved.blocked_seconds, 6),
         seconds=round(saved.seconds, 6),
     )
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """Set an event on Ctrl-C or SIGTERM, so that the loop saves and leaves; again, at once.
-
-    With several processes a signal is not intercepted: they would not stop at the same step.
-    """
-    stopping = threading.Event()
-    catchable = threading.current_thread() is threading.main_thread() and jax.process_count() == 1
-    if not catchable:
-        yield stopping
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        stopping.set()
-        signal.signal(number, previous[signal.Signals(number)])
-
-    previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

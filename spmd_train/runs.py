@@ -21,7 +21,7 @@ from spmd_train.errors import RequestError, RunError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
 FREE_ON_RESUME = (
-    *("mesh", "steps", "name", "precision.policy", "log.", "checkpoint."),
+    *("mesh", "steps", "name", "precision.policy", "log.", "checkpoint.", "watchdog."),
     *("guard.max_consecutive_skips", "guard.diagnoses", "guard.rollback_after"),
     "guard.replicas_every",
 )
@@ -124,7 +124,7 @@ def resumed_config(
     if differing:
         raise RequestError(
             f"--resume cannot change what the run learns: {'; '.join(differing)}. "
-            "May change: mesh, steps, precision.policy, log, checkpoint and most guard keys."
+            "May change: mesh, steps, precision.policy, log, checkpoint, watchdog, most guard keys."
         )
     return requested
 

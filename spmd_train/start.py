@@ -38,12 +38,15 @@ def resume(
 ) -> Start:
     """The newest sound step of a run, on whatever mesh `spec` is for.
 
+    A run that was stopped before its first save starts at step 0: whoever resumes it means that.
+
     Raises:
-        RequestError: there is no complete step, or it is of another configuration or other data;
-            nothing was allocated.
+        RequestError: the step is of another configuration or other data; nothing was allocated.
         RunError: every step is damaged.
     """
     found = checkpoints.newest_sound()
+    if found == NOTHING_FOUND:
+        return Start(spec.init(config.seed))
     step = sound_step(found, run)
     if step > config.steps:
         raise RequestError(

@@ -104,8 +104,10 @@ class StateSpec:
         tree, target = _canonical_tree(state), self.abstract_canonical()
 
         def on_mesh(x: Any, target: Any) -> Any:
+            # By way of the host: where each process has one device, JAX (0.10, 0.12) puts an array
+            # of one process on all of them in a way that cannot be read.
             placed = isinstance(x.sharding, NamedSharding)
-            return x if placed else jax.device_put(x, target.sharding)
+            return x if placed else jax.device_put(jax.device_get(x), target.sharding)
 
         tree = jax.tree.map(on_mesh, tree, target)
         alike = jax.tree.map(lambda x, t: (x.shape, x.dtype) == (t.shape, t.dtype), tree, target)
