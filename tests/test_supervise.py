@@ -1,4 +1,4 @@
-"""scripts/supervise with a stand-in for the trainer that follows a script, and with the real one."""
+"""scripts/supervise with a stand-in for the trainer that follows a script, and the real one."""
 
 from __future__ import annotations
 
