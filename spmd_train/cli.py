@@ -227,11 +227,13 @@ def _train_on(
     import jax
 
     from spmd_train.build import build_step
+    from spmd_train.distributed import meet
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
     from spmd_train.mesh import build_mesh, describe
 
     mesh, shape = build_mesh(shape, request.platform)
+    meet("joined")
     config = config.model_copy(update={"mesh": str(shape)})
     if jax.process_count() > 1 and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")

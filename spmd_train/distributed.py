@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import broadcast_one_to_all
+from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
 from spmd_train.errors import RequestError, end_process
 
@@ -150,6 +150,17 @@ def join_processes(silent_seconds: float) -> Board | None:
     )
     giving_up.cancel()
     return Board(global_state.client, int(index), int(count), address)
+
+
+def meet(where: str) -> None:
+    """Wait for the other processes, however late they come.
+
+    Once before anything else and again before a step runs for the first time: on CPU each new group
+    of devices has to begin its first collective within 30 s, and processes that compile side by
+    side need not end so close together.
+    """
+    if jax.process_count() > 1:
+        sync_global_devices(where)
 
 
 def agreed(value: Callable[[], Any]) -> Any:

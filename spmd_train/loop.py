@@ -21,6 +21,7 @@ from spmd_train.checkpoint.files import Keep
 from spmd_train.checkpoint.manager import Checkpoints, Saved
 from spmd_train.config import Config
 from spmd_train.data.batches import Batch, Stream, prefetch, shift
+from spmd_train.distributed import meet
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.preemption import Preemption
 from spmd_train.recovery import Recovery
@@ -166,6 +167,7 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     batch = session.config.batch
     batch_spec = session.step.abstract_batch(batch.global_size, batch.sequence_length)
     compiled = session.step.jitted().lower(session.step.spec.abstract(), batch_spec).compile()
+    meet("compiled")
     memory = compiled_memory(compiled)
     seconds = time.perf_counter() - clock
     log.event("compile", seconds=round(seconds, 3), bytes_per_device=asdict(memory))
