@@ -149,14 +149,15 @@ def test_positions_count_from_each_documents_first_token(rows: list[list[int]]) 
 
 # ------------------------------------------------------------------------------- the compiled step
 
+PLACED = "model.block=own_model:placed"
 CASES = [
     ("1x1x1", ("pipeline.remat=none",)),
     ("2x2x2", ("batch.microbatches=2",)),
-    ("1x1x2", ("batch.microbatches=4", "pipeline.schedule=gpipe", "pipeline.remat=dots")),
+    ("1x1x2", ("batch.microbatches=4", "pipeline.schedule=gpipe", "pipeline.remat=dots", PLACED)),
     ("1x2x1", ("pipeline.remat=stage", "model.tied=true", "model.vocab=61")),
     *(
         pytest.param(
-            *("1x1x2", ("batch.microbatches=2", f"pipeline.remat={remat}", *more)),
+            *("1x1x2", ("batch.microbatches=2", f"pipeline.remat={remat}", PLACED, *more)),
             marks=pytest.mark.slow,
         )
         for remat in REMAT
