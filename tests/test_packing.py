@@ -240,8 +240,9 @@ def test_documents_cross_nothing_between_devices(remat: str) -> None:
     assert kinds[0] == kinds[1]
 
 
-def test_the_diagnosing_step_keeps_documents_apart() -> None:
-    of, batch = run(*MESH, base=T0), packed(documents())
+@pytest.mark.parametrize("mesh", ["1x1x2", pytest.param("2x2x2", marks=pytest.mark.slow)])
+def test_the_diagnosing_step_keeps_documents_apart(mesh: str) -> None:
+    of, batch = run(mesh, *MESH[1:], base=T0), packed(documents())
     inputs = (of.state().params, {}, of.placed(batch), jnp.int32(0), jnp.float32(1))
     program = Diagnosis(of.step)._as_trained.lower(*inputs).compile(compiler_options=FAST)
     assert not [c for c in collectives(program.as_text()) if c.kind == "collective-permute"]
@@ -260,7 +261,7 @@ def test_the_diagnosing_step_keeps_documents_apart() -> None:
     ],
 )
 def test_reproducible_sums_have_the_same_bits_on_another_mesh(options: tuple[str, ...]) -> None:
-    sets = ("precision.reproducible=true", "model.layers=2", *options)
+    sets = ("precision.reproducible=true", "precision.logical_shards=2", "model.layers=2", *options)
     want, got = (
         of.train_on(of.placed(packed(documents())), 2)
         for of in (run(mesh, ON, *sets, base=T0) for mesh in ("1x1x1", "2x1x2"))
