@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from spmd_train.errors import RequestError
 from spmd_train.mesh import AXES, MeshShape
 from spmd_train.model import build_model
 from spmd_train.model.attention import resolve_attention
@@ -58,6 +59,7 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
             policy.compute,
             config.batch.sequence_length,
             config.model.head_dim,
+            config.data.packed,
         ),
         schedule=config.pipeline.schedule if config.pipeline.schedule != "auto" else "1f1b",
         remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
@@ -67,6 +69,12 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     logical_shards = config.precision.logical_shards if reproducible else 0
     layout = Layout(mesh, config.parallel.zero, resolved.sequence_parallel, logical_shards)
     model = build_model(config.model, resolved.attention)
+    if config.data.packed and not model.architecture.packed:
+        raise RequestError(
+            f"model.block={config.model.block} does not say that it keeps the documents of a row "
+            "apart, as data.packing=documents needs; pass context.segments to its attention and "
+            "declare Architecture(packed=True), or use data.packing=padded or windows."
+        )
     leaves = model.leaves(layout)
     microbatches = config.batch.microbatches * (logical_shards // shape.data if reproducible else 1)
     schedule = make_schedule(resolved.schedule, shape.stage, microbatches)
@@ -91,7 +99,8 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
         policy, model, layout, config.batch.sequence_length, config.precision.fp8_history
     )
     spec = StateSpec(model, layout, policy, tx, leaves, history)
-    return Step(pipeline, spec, learning_rate(config.optim, config.steps)), resolved
+    schedule_of_lr = learning_rate(config.optim, config.steps)
+    return Step(pipeline, spec, schedule_of_lr, config.data.packed), resolved
 
 
 def put_batch(step: Step, batch: Any) -> Any:

@@ -346,6 +346,11 @@ def _stream(config: Any) -> Any:
     from spmd_train.data.source import load_tokens
     from spmd_train.data.tokenizer import tokenizer
 
+    if config.data.packing != "windows":
+        raise RequestError(
+            f"data.packing={config.data.packing} needs a prepared corpus, which this version cannot"
+            " read yet; use data.packing=windows."
+        )
     length, size = config.batch.sequence_length, config.batch.global_size
     tokens = load_tokens(
         config.data.source,

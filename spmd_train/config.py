@@ -333,6 +333,19 @@ class DataConfig(_Section):
         default=None, description="Data to read; null means the bundled sample."
     )
     tokenizer: Literal["bytes"] = Field(default="bytes", description="How text becomes token ids.")
+    packing: Literal["windows", "documents", "padded"] = Field(
+        default="windows",
+        description="What a row holds: a window of the whole text, several documents that do not "
+        "see each other, or one document and padding.",
+    )
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds documents that must be kept apart.
+
+        One document with padding after it needs no more than the causal mask.
+        """
+        return self.packing == "documents"
 
 
 class CheckpointConfig(_Section):

@@ -200,14 +200,21 @@ class Layout:
         inside = len(automatic) < len(self.mesh.axis_names)
         return jax.lax.with_sharding_constraint(x, local if inside else self.named(local))
 
-    def shard_by_shard(self, fn: Any, *arrays: jax.Array, axes: Axes) -> jax.Array:
-        """Apply `fn` to the `model` shards of arrays with the same logical axes, as its result."""
+    def shard_by_shard(self, fn: Any, *arrays: jax.Array, axes: Axes, whole: Any) -> jax.Array:
+        """Apply `fn` to the `model` shards of arrays with the same logical axes, as its result.
+
+        `whole` is the last argument of `fn`, the same on every shard: an array or None.
+        """
         if self.mesh is None:
-            return fn(*arrays)
+            return fn(*arrays, whole)
         spec = only(P(*[self.rules[a] if a else None for a in axes]), {MODEL})
         return jax.shard_map(
-            fn, in_specs=(spec,) * len(arrays), out_specs=spec, axis_names={MODEL}, check_vma=False
-        )(*arrays)
+            fn,
+            in_specs=(*(spec,) * len(arrays), P()),
+            out_specs=spec,
+            axis_names={MODEL},
+            check_vma=False,
+        )(*arrays, whole)
 
 
 def tree_map_leaves(fn: Any, leaves: Any, *trees: Any) -> Any:

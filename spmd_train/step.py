@@ -43,11 +43,13 @@ class Step:
         pipeline: forward and backward pass.
         spec: the state and its optimizer.
         schedule: learning rate of update `count + 1`, for the log.
+        packed: whether batches have segments.
     """
 
     pipeline: Pipeline
     spec: StateSpec
     schedule: Callable[[Any], Any]
+    packed: bool = False
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Forward and backward, reduce, check, update.
@@ -121,8 +123,11 @@ class Step:
         sharding = self.spec.layout.named(self.spec.layout.batch_spec)
         microbatches = self.pipeline.schedule.num_microbatches
         shape = (microbatches, global_size // microbatches, length)
-        spec = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        return Batch(spec, spec)
+        return self._batch_of(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+
+    def _batch_of(self, each: Any) -> Batch:
+        """`each` for every array of a batch."""
+        return Batch(each, each, each if self.packed else None)
 
     def jitted(self) -> Any:
         """The compiled form: state donated, every placement fixed, so that nothing recompiles."""
@@ -130,7 +135,7 @@ class Step:
         batch = self.spec.layout.named(self.spec.layout.batch_spec)
         return jax.jit(
             self.train_step,
-            in_shardings=(shardings, Batch(batch, batch)),
+            in_shardings=(shardings, self._batch_of(batch)),
             out_shardings=(shardings, None),
             donate_argnums=0,
             compiler_options=COMPILER_OPTIONS if self.spec.layout.reproducible else None,

@@ -147,7 +147,11 @@ class Run:
     def batch(self, rows: Any = None, lengths: Any = None) -> Batch:
         rows = token_rows(self.config) if rows is None else np.asarray(rows)
         lengths = lengths_of(self.config) if lengths is None else np.asarray(lengths)
-        return put_batch(self.step, self.step.micro_batched(shift(rows, lengths)))
+        return self.placed(shift(rows, lengths))
+
+    def placed(self, batch: Batch) -> Batch:
+        """A host batch [B, T] as the step takes it."""
+        return put_batch(self.step, self.step.micro_batched(batch))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """One step; `state` is donated."""
@@ -175,7 +179,10 @@ class Run:
         self, steps: int, params: Any = None, rows: Any = None, lengths: Any = None
     ) -> Trained:
         """`steps` steps on one and the same batch."""
-        state, batch = self.state(params), self.batch(rows, lengths)
+        return self.train_on(self.batch(rows, lengths), steps, params)
+
+    def train_on(self, batch: Batch, steps: int, params: Any = None) -> Trained:
+        state = self.state(params)
         log: list[dict[str, Any]] = []
         gradients: Arrays = {}
         for _ in range(steps):
@@ -218,7 +225,7 @@ def train(mesh: str, *sets: str, base: tuple[str, ...] = T1, steps: int = 5) -> 
 def plain_loss(model: Model, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Token means [B, T] of cross-entropy and of z-loss, through `Model.logits`: no mesh, no
     micro-batches, nothing sharded."""
-    logits = model.logits(params, batch.inputs)
+    logits = model.logits(params, batch.inputs, batch.segments)
     weight = batch.targets >= 0
     log_z = jax.nn.logsumexp(logits, -1)
     target = jnp.take_along_axis(logits, jnp.maximum(batch.targets, 0)[..., None], -1)[..., 0]

@@ -4,12 +4,13 @@
 final LayerNorm. `scalar`, `two_layers` and `mask` are toys whose gradients can be told by hand.
 `column`: logits told by hand, of any vocabulary. `poisoned`: the decoder with one token that no
 step survives. `faulty`: the decoder, with a block that fails as one of its parameters says.
+`placed`: the decoder, told absolute positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,26 @@ class FaultyBlock(decoder.Block):
 
 def faulty(config: ModelConfig) -> Architecture:
     return replace(decoder.architecture(config), block=lambda rngs: FaultyBlock(config, rngs=rngs))
+
+
+class PlacedBlock(decoder.Block):
+    """A decoder block that knows where it is: rotary tables would not show a shifted document."""
+
+    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
+        rope, waves = context.shared
+        return super().__call__(x + waves.astype(x.dtype), replace(context, shared=rope))
+
+
+def placed(config: ModelConfig) -> Architecture:
+    sound = decoder.architecture(config)
+
+    def shared(positions: jax.Array) -> tuple[Any, jax.Array]:
+        waves = jnp.sin(positions[..., None] / jnp.arange(1.0, 1.0 + config.width))
+        return sound.shared(positions), 0.1 * waves
+
+    return replace(
+        sound, block=lambda rngs: PlacedBlock(config, rngs=rngs), shared=shared, packed=True
+    )
 
 
 def not_an_architecture(config: ModelConfig) -> str:

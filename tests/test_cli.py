@@ -63,6 +63,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (sets("optim.lr=-1"), ["optim.lr", "> 0"]),
         (["--config", "NOT_YAML"], ["NOT_YAML", "line"]),
         (sets("data.source=EMPTY"), ["EMPTY", "empty"]),
+        (sets("data.packing=padded"), ["data.packing=padded", "prepared corpus", "windows"]),
+        (sets("data.packing=packed"), ["one of windows, documents, padded"]),
         (["--platform", "gpu"], ["gpu", "platforms present"]),
         (["--resume"], ["--out"]),
         (["--stop-after", "0"], ["at least 1"]),

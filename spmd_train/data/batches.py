@@ -68,17 +68,31 @@ class Stream:
         return self.tokens[starts[:, None] + offsets].astype(np.int32)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "targets"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["inputs", "targets", "segments"], meta_fields=[]
+)
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a step reads: `targets[..., t]` is the token after `inputs[..., t]`, or IGNORE."""
+    """What a step reads: `targets[..., t]` is the token after `inputs[..., t]`, or IGNORE.
+
+    `segments` is None where attention may look back to the start of the row: windows of a text, or
+    one document and padding after it, which nothing before it sees.
+    """
 
     inputs: Any  # int32 [B, T] or [M, B/M, T]; NumPy on the host, jax.Array (or spec) elsewhere
     targets: Any  # as inputs
+    segments: Any = None  # as inputs: number of the document in its row, from 1; 0 is padding
 
 
-def shift(rows: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> Batch:
+def shift(
+    rows: np.ndarray,
+    lengths: Sequence[int] | np.ndarray | None = None,
+    segments: np.ndarray | None = None,
+) -> Batch:
     """Rows [B, T+1] as inputs and targets [B, T]; row i trains its first `lengths[i]` targets.
+
+    Of documents packed in a row, `segments` [B, T+1] numbers each token's from 1, every document
+    one run; 0 is padding. No target is another document's, or padding.
 
     On the host, since slicing a sequence-sharded array on the device makes the partitioner emit
     a collective-permute, which hangs inside loops of unequal length (docs/design.md).
@@ -88,7 +102,11 @@ def shift(rows: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -
     if lengths is not None:
         beyond = np.arange(targets.shape[1]) >= np.asarray(lengths)[:, None]
         targets[beyond] = IGNORE
-    return Batch(inputs, targets)
+    if segments is None:
+        return Batch(inputs, targets)
+    of_inputs = np.ascontiguousarray(segments[:, :-1], dtype=np.int32)
+    targets[(segments[:, 1:] != of_inputs) | (of_inputs == 0)] = IGNORE
+    return Batch(inputs, targets, of_inputs)
 
 
 def micro_batched(batch: Batch, num_microbatches: int, runs: int = 1) -> Batch:
@@ -109,7 +127,7 @@ def micro_batched(batch: Batch, num_microbatches: int, runs: int = 1) -> Batch:
         by_run = x.reshape(runs, num_microbatches, -1, length)
         return by_run.swapaxes(0, 1).reshape(num_microbatches, -1, length)
 
-    return Batch(arranged(batch.inputs), arranged(batch.targets))
+    return jax.tree.map(arranged, batch)
 
 
 def prefetch(iterator: Iterator[Item], depth: int = 2) -> Prefetch[Item]:

@@ -6,6 +6,10 @@
 - `cudnn`: NVIDIA's fused kernel, 16-bit only.
 - `splash`: the Pallas TPU kernel.
 
+Where a row holds several documents, `segments` [B, T] numbers them and a position sees those of its
+own document only. Padding has the number 0 and is a document like any other: every position sees at
+least itself, so no softmax is empty.
+
 Axes: B batch, T query position, S key position, N KV heads, G query heads per KV head,
 H = N*G heads, E head_dim, R rows (query position, query head of the group).
 """
@@ -21,26 +25,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_train.errors import RequestError
 from spmd_train.sharding import Layout
 
 BLOCK = 128  # positions; a [B, H, 128, 128] float32 tile of scores is held at a time
 MASKED = -1e30  # finite: an all-masked row stays free of NaN
 
 
-def resolve_attention(choice: str, platform: str, compute: Any, length: int, head_dim: int) -> str:
+def resolve_attention(
+    choice: str, platform: str, compute: Any, length: int, head_dim: int, packed: bool = False
+) -> str:
     """The implementation for `platform`; `auto` takes the fused kernel where it applies.
 
     cuDNN takes 16-bit heads of up to 128 columns, in eights; splash whole tiles of 128 positions.
+    Not cuDNN where rows are `packed`: `jax.nn.dot_product_attention` (JAX 0.10.2 and 0.12) has no
+    argument for documents, and makes of a mask a bias [B, 1, T, T] in memory.
+
+    Raises:
+        RequestError: the choice cannot keep packed documents apart.
     """
+    if choice == "cudnn" and packed:
+        raise RequestError(
+            "model.attention=cudnn cannot keep the documents of a row apart, as "
+            "data.packing=documents needs; use model.attention=auto, or data.packing=padded."
+        )
     if choice != "auto":
         return choice
-    if platform == "gpu" and jnp.dtype(compute).itemsize == 2:
+    if platform == "gpu" and jnp.dtype(compute).itemsize == 2 and not packed:
         return "cudnn" if head_dim % 8 == 0 and head_dim <= 128 else "xla"
     return "splash" if platform == "tpu" and length % 128 == 0 else "xla"
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str, layout: Layout
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    implementation: str,
+    layout: Layout,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention with grouped KV heads.
 
@@ -49,6 +72,8 @@ def attend(
         implementation: "xla", "cudnn" or "splash".
         layout: heads may be sharded over `model`; where KV heads are fewer than its shards they
             arrive replicated and are repeated until every shard has its own.
+        segments: int32 [B, T], number of the document at every position; None for one document a
+            row. A position sees the earlier ones of its own document.
 
     Returns:
         [B, T, H, E] in q's dtype. Scores and softmax are float32.
@@ -59,17 +84,20 @@ def attend(
         k, v = (jnp.repeat(a, repeat, axis=2) for a in (k, v))
         k, v = (layout.constrain(a, "batch", None, "heads", None) for a in (k, v))
     if implementation == "xla":
-        return blockwise(q, k, v)
+        return blockwise(q, k, v, segments)
     kernel = {"cudnn": _cudnn, "splash": _splash}[implementation]
     # A fused kernel cannot be partitioned automatically.
-    return layout.shard_by_shard(kernel, q, k, v, axes=("batch", None, "heads", None))
+    axes = ("batch", None, "heads", None)
+    return layout.shard_by_shard(kernel, q, k, v, axes=axes, whole=segments)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    if segments is not None:
+        raise ValueError("cuDNN attention takes no segments; see resolve_attention")
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -77,14 +105,21 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
     attention = kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
     q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * q.shape[-1] ** -0.5, k, v))  # [B, H, T, E]
-    return jnp.swapaxes(jax.vmap(attention)(q, k, v), 1, 2).astype(q.dtype)
+    documents = None if segments is None else kernel.SegmentIds(segments, segments)
+    return jnp.swapaxes(jax.vmap(attention)(q, k, v, documents), 1, 2).astype(q.dtype)
 
 
-def blockwise(q: jax.Array, k: jax.Array, v: jax.Array, block: int = BLOCK) -> jax.Array:
+def blockwise(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    block: int = BLOCK,
+) -> jax.Array:
     """Causal attention that never holds more than one [block, block] tile of scores per head.
 
     Args:
-        q: [B, T, H, E]; k, v: [B, T, N, E].
+        q: [B, T, H, E]; k, v: [B, T, N, E]; segments: [B, T] or None.
         block: tile size; T is padded up to a multiple of it (causality hides the padding).
     """
     B, T, H, E = q.shape
@@ -92,10 +127,11 @@ def blockwise(q: jax.Array, k: jax.Array, v: jax.Array, block: int = BLOCK) -> j
     pad = -T % block
     if pad:
         q, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0), (0, 0))) for a in (q, k, v))
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
     # Batch dimensions first, so that every product is a plain batched matrix product (on CPU up to
     # three times as fast), and the G query heads of a KV head as rows of one matrix.
     rows = q.reshape(B, T + pad, N, H // N, E).transpose(0, 2, 1, 3, 4).reshape(B, N, -1, E)
-    out = _flash(rows, k.swapaxes(1, 2), v.swapaxes(1, 2), block)
+    out = _flash(rows, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, block)
     out = out.reshape(B, N, T + pad, H // N, E).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T + pad, H, E)[:, :T]
 
@@ -111,9 +147,9 @@ def _walk(body: Any, carry: Any, blocks: int) -> Any:
     return lax.scan(lambda c, ij: (body(c, *ij), None), carry, pairs)[0]
 
 
-def _take(x: jax.Array, i: Any, size: int) -> jax.Array:
+def _take(x: jax.Array, i: Any, size: int, axis: int = 2) -> jax.Array:
     """Block i of `x` [B, N, rows, ...]."""
-    return x if x.shape[2] == size else lax.dynamic_slice_in_dim(x, i * size, size, axis=2)
+    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
 def _put(x: jax.Array, value: jax.Array, i: Any, size: int) -> jax.Array:
@@ -122,31 +158,41 @@ def _put(x: jax.Array, value: jax.Array, i: Any, size: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, value, i * size, axis=2)
 
 
-def _scores(q: jax.Array, k: jax.Array, i: Any, j: Any) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, segments: jax.Array | None, i: Any, j: Any) -> jax.Array:
     """Masked float32 scores [B, N, R, S] of query block i against key block j."""
     rows, block = q.shape[2], k.shape[2]
     s = jnp.einsum("bnre,bnse->bnrs", q, k, preferred_element_type=jnp.float32)
     position = i * block + jnp.arange(rows) // (rows // block)
     visible = position[:, None] >= j * block + jnp.arange(block)
+    if segments is not None:
+        of_rows = jnp.repeat(_take(segments, i, block, axis=1), rows // block, axis=1)
+        of_keys = _take(segments, j, block, axis=1)
+        visible = visible & (of_rows[:, None, :, None] == of_keys[:, None, None, :])
     return jnp.where(visible, s * q.shape[-1] ** -0.5, MASKED)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _flash(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _flash(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, block: int
+) -> jax.Array:
     """q [B, N, R, E] with R = T*G rows (t, g), k and v [B, N, T, E] -> [B, N, R, E]."""
-    return _flash_forward(q, k, v, block)[0]
+    return _flash_forward(q, k, v, segments, block)[0]
 
 
-def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> tuple[jax.Array, Any]:
+def _flash_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, block: int
+) -> tuple[jax.Array, Any]:
     T = k.shape[2]
     rows = block * (q.shape[2] // T)
 
     def body(carry: Any, i: Any, j: Any) -> Any:
         out, top, total = carry  # running numerator, maximum and denominator of every row
-        s = _scores(_take(q, i, rows), _take(k, j, block), i, j)
+        s = _scores(_take(q, i, rows), _take(k, j, block), segments, i, j)
         old = _take(top, i, rows)
         new = jnp.maximum(old, s.max(-1))
         p = jnp.exp(s - new[..., None])
+        # What a row takes from blocks of which it sees nothing, before the first that it does see,
+        # is then shrunk to exactly nothing: exp(MASKED - new) = 0.
         shrink = jnp.exp(old - new)
         added = _dot("bnrs,bnse->bnre", p.astype(v.dtype), _take(v, j, block))
         return (
@@ -159,11 +205,11 @@ def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> tupl
     start = (jnp.zeros(q.shape, jnp.float32), zero + MASKED, zero)
     out, top, total = _walk(body, start, T // block)
     out = (out / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, out, top + jnp.log(total))
+    return out, (q, k, v, segments, out, top + jnp.log(total))
 
 
-def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[jax.Array, ...]:
-    q, k, v, out, lse = saved
+def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, segments, out, lse = saved
     T, E = k.shape[2:]
     rows = block * (q.shape[2] // T)
     # rowsum(dO * O) is what the softmax's backward subtracts from every score's gradient
@@ -173,7 +219,7 @@ def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[jax.Array
         dq, dk, dv = carry
         qi, kj, vj = _take(q, i, rows), _take(k, j, block), _take(v, j, block)
         di = _take(d_out, i, rows)
-        p = jnp.exp(_scores(qi, kj, i, j) - _take(lse, i, rows)[..., None])
+        p = jnp.exp(_scores(qi, kj, segments, i, j) - _take(lse, i, rows)[..., None])
         dp = _dot("bnre,bnse->bnrs", di, vj)
         ds = (p * (dp - _take(delta, i, rows)[..., None]) * E**-0.5).astype(q.dtype)
         p = p.astype(q.dtype)
@@ -185,7 +231,7 @@ def _flash_backward(block: int, saved: Any, d_out: jax.Array) -> tuple[jax.Array
 
     start = tuple(jnp.zeros(a.shape, jnp.float32) for a in (q, k, v))
     gradients = _walk(body, start, T // block)
-    return tuple(g.astype(a.dtype) for g, a in zip(gradients, (q, k, v), strict=True))
+    return *(g.astype(a.dtype) for g, a in zip(gradients, (q, k, v), strict=True)), None
 
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 def rope_table(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [T, E/2] in float32 for integer `positions` [T].
+    """Cosines and sines [..., T, E/2] in float32 for integer `positions` [..., T].
 
     Frequencies are theta^(-2i/E) (Su et al. 2021, eq. 15). Positions and angles never leave
     float32: bfloat16 cannot count past 256.
@@ -32,13 +32,13 @@ def rope_table(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.A
     frequencies = (theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(
         np.float32
     )
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [B, T, H, E] by position, halves (i, i + E/2) paired; cast back only afterwards."""
-    cos, sin = (a[:, None, :] for a in table)
+    cos, sin = (a[..., None, :] for a in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -91,7 +91,12 @@ class Attention(nnx.Module):
         constrain = context.layout.constrain
         q = constrain(q, "batch", None, "heads", None)
         q, k, v = context.tap("query", q), context.tap("key", k), context.tap("value", v)
-        a = attend(q, k, v, implementation=context.attention, layout=context.layout)
+        a = attend(
+            *(q, k, v),
+            implementation=context.attention,
+            layout=context.layout,
+            segments=context.segments,
+        )
         a = context.tap("attention", a)
         return context.einsum("out", "bthe,hed->btd", a, self.out[...])
 
@@ -196,4 +201,5 @@ def architecture(config: ModelConfig) -> Architecture:
         tied=config.tied,
         shared=lambda positions: rope_table(positions, config.head_dim, config.rope_theta),
         embed_dropout=config.dropout,
+        packed=True,
     )

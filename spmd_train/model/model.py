@@ -128,26 +128,40 @@ class Model:
     def embed_dropout(self, x: jax.Array, row_keys: jax.Array | None) -> jax.Array:
         return dropout(x, self.architecture.embed_dropout, row_keys, EMBED_SALT)
 
-    def shared(self, length: int) -> Any:
-        return self.architecture.shared(jnp.arange(length))
+    def shared(self, length: int, segments: jax.Array | None = None) -> Any:
+        """What all layers of rows of this length share; of packed rows [B, T], row by row."""
+        positions = jnp.arange(length) if segments is None else positions_of(segments)
+        return self.architecture.shared(positions)
 
     @property
     def uses_dropout(self) -> bool:
         return self.config.dropout > 0
 
-    def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
+    def logits(
+        self, params: Params, tokens: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Plain forward pass [B, T] -> [B, T, V] float32: one device, whole vocabulary."""
         rows = VocabRows(0, self.config.vocab, self.config.vocab)
-        shared, layout = self.shared(tokens.shape[1]), Layout()
+        shared, layout = self.shared(tokens.shape[1], segments), Layout()
 
         def body(x: jax.Array, layer: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
             index, block_params = layer
-            context = BlockContext(shared, index, None, layout, self.attention)
+            context = BlockContext(shared, index, None, layout, self.attention, segments=segments)
             return self.block(block_params, x, context), None
 
         x = self.embed(params, tokens, rows)
         x, _ = jax.lax.scan(body, x, (jnp.arange(self.config.layers), params["blocks"]))
         return self.head(params, x, rows)
+
+
+def positions_of(segments: jax.Array) -> jax.Array:
+    """Position of each token within its document, [..., T] int32: its index less the first one's.
+
+    A document is a run of equal numbers; so is the padding.
+    """
+    index = jnp.arange(segments.shape[-1], dtype=jnp.int32)
+    starts = segments != jnp.roll(segments, 1, -1)
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=segments.ndim - 1)
 
 
 @dataclass(frozen=True)

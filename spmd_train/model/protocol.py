@@ -22,6 +22,11 @@ stage idles on it: every stage calls the *same* embed and head on its own `rows`
 - Parameters arrive in the compute dtype; keep norms, softmax and logits in float32 inside.
 
 Modules hold parameters only: no RNG state, no caches. Randomness comes from `BlockContext.dropout`.
+
+Where documents are packed, several in a row, a block that mixes positions must keep them apart by
+`context.segments`, and whatever depends on the position must come from `shared`, whose positions
+restart with each document. `Architecture.packed` says that both hold; without it such data are
+refused, since nobody would notice the leak.
 """
 
 from __future__ import annotations
@@ -95,6 +100,8 @@ class BlockContext:
         product: (name, subscripts, x, w) -> einsum of the two, in the policy's number format.
         tap: (name, x) -> x, called on every tensor worth looking at when a step went wrong; it does
             nothing in a training step. Called in the block itself, not inside a `scan` of its own.
+        segments: int32 [B, T], number of the document at each position, from 1; 0 is padding. None
+            where a row is one document.
     """
 
     shared: Any
@@ -104,6 +111,7 @@ class BlockContext:
     attention: str
     product: Product = plain_product
     tap: Callable[[str, jax.Array], jax.Array] = no_tap
+    segments: jax.Array | None = None
 
     def einsum(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
         """A matrix product of activations `x` with the weights `w`, in the run's number format.
@@ -145,8 +153,10 @@ class Architecture:
     Attributes:
         embed, block, head: `(rngs: nnx.Rngs) -> nnx.Module`.
         tied: the head reads the embedding's parameters.
-        shared: [T] int32 positions -> arrays every block gets in `BlockContext.shared`.
+        shared: int32 positions, [T] or (of packed rows) [B, T], -> arrays every block gets in
+            `BlockContext.shared`.
         embed_dropout: rate after the embedding.
+        packed: documents packed in a row are kept apart, see above.
     """
 
     embed: Callable[[nnx.Rngs], nnx.Module]
@@ -155,3 +165,4 @@ class Architecture:
     tied: bool = False
     shared: Callable[[jax.Array], Any] = no_shared
     embed_dropout: float = 0.0
+    packed: bool = False

@@ -75,14 +75,14 @@ def diagnose(
         mesh=layout.mesh,
         in_specs=(
             tree_map_leaves(lambda leaf: only(layout.param_spec(leaf), manual), pipeline.leaves),
-            *(P(STAGE), tokens, tokens, P(), P()),
+            *(P(STAGE), tokens, P(), P()),
         ),
         out_specs=Statistics(**placed),
         axis_names=manual,
         check_vma=False,
     )
     with jax.enable_x64(False):  # a float64 master makes nothing here 64 bits wide
-        return mapped(params, scales, batch.inputs, batch.targets, step, loss_scale)
+        return mapped(params, scales, batch, step, loss_scale)
 
 
 def seen(x: jax.Array, keep: int = 0) -> Seen:
@@ -114,7 +114,7 @@ def _block(p: Pipeline, visit: Visit, params: Any, x: jax.Array, aux: Any) -> ja
 
     `params` is the pair of a layer's weights and fp8 scales.
     """
-    shared, layer, keys = aux
+    shared, segments, layer, keys = aux
     weights, scales = params
     compute = fp8.product_with(scales) if p.policy.fp8 else plain_product
     used = {"input", "output"}  # ours
@@ -128,7 +128,9 @@ def _block(p: Pipeline, visit: Visit, params: Any, x: jax.Array, aux: Any) -> ja
     def product(name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
         return tap(f"{name} product", compute(name, subscripts, x, w))
 
-    context = BlockContext(shared, layer, typed(keys), p.layout, p.model.attention, product, tap)
+    context = BlockContext(
+        *(shared, layer, typed(keys), p.layout, p.model.attention, product, tap), segments
+    )
     return p.layout.constrain(p.model.block(weights, x, context), "batch", "sequence", "embed")
 
 
@@ -205,17 +207,15 @@ def _measure(
     p: Pipeline,
     params: Any,
     scales: fp8.ByProduct,
-    inputs: jax.Array,
-    targets: jax.Array,
+    batch: Batch,
     step: jax.Array,
     loss_scale: jax.Array,
 ) -> Statistics:
-    """The body of the manual region; inputs and targets are [M, B, T]."""
+    """The body of the manual region; the batch is [M, B, T]."""
     layout, config = p.layout, p.model.config
-    M, B, T = inputs.shape
-    shared = p.model.shared(T)
+    M, B, T = batch.inputs.shape
     first_layer = lax.axis_index(STAGE) * (config.layers // p.schedule.num_stages)
-    _, weight = token_weight(targets)
+    _, weight = token_weight(batch.targets)
     # ZeRO 2 and 3 would sum a gradient over data as it is made: gather here, once, and do not.
     ends = {
         group: tree_map_leaves(lambda f, x: whole(x, f, layout), p.leaves[group], params[group])
@@ -236,16 +236,17 @@ def _measure(
         chosen = {group: tree[group] for group in groups}
         return _by_path(chosen, lambda a: _on_axes(seen(a), 0, 1))
 
-    def microbatch(_: None, now: tuple[jax.Array, ...]) -> tuple[None, dict[str, Any]]:
-        m, inputs, targets = now
-        keys = dropout_keys(p, step, m, B)
+    def microbatch(_: None, now: tuple[jax.Array, Batch]) -> tuple[None, dict[str, Any]]:
+        m, tokens = now
+        inputs, targets, segments = tokens.inputs, tokens.targets, tokens.segments
+        shared, keys = p.model.shared(T, segments), dropout_keys(p, step, m, B)
 
         def forward(i: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            found = _tapped(p, layer(i), x, (shared, first_layer + i, keys))
+            found = _tapped(p, layer(i), x, (shared, segments, first_layer + i, keys))
             return found["output"], (x, by_row(found))
 
         def backward(i: Any, dy: jax.Array) -> tuple[jax.Array, Any]:
-            aux = (shared, first_layer + i, keys)
+            aux = (shared, segments, first_layer + i, keys)
             (gradients, _), found = _pulled_back(p, layer(i), block_inputs[i], aux, dy)
             of_parameters = _by_path({"blocks": gradients}, lambda a: _on_axes(seen(a), 0))
             return found["input"], (of_parameters, by_row(found))
@@ -272,8 +273,8 @@ def _measure(
 
     of_blocks = _by_path({"blocks": params["blocks"]}, lambda a: _on_axes(seen(a, 1), 1))
     parameters = {**of_blocks, **ends_of(params, "embed", "head")}
-    inputs = _once(inputs, parameters, step)
-    _, measured = lax.scan(microbatch, None, (jnp.arange(M), inputs, targets))
+    batch = replace(batch, inputs=_once(batch.inputs, parameters, step))
+    _, measured = lax.scan(microbatch, None, (jnp.arange(M), batch))
     return Statistics(parameters=parameters, **measured)
 
 

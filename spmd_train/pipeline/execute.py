@@ -84,7 +84,8 @@ def loss_and_gradients(
     Args:
         params: as `pipeline.leaves` places them, in the compute dtype.
         scales: of fp8 products with delayed scaling, {name: [L, 3]}; else empty.
-        batch: tokens [M, B/M, T] of the whole step (`Step.micro_batched`).
+        batch: tokens [M, B/M, T] of the whole step (`Step.micro_batched`). Its segments, if any,
+            need not travel between stages: every stage has the batch of its data shard.
         step: number of the step, for dropout.
         loss_scale: what the gradients (not the loss) are multiplied by; float32.
 
@@ -103,13 +104,13 @@ def loss_and_gradients(
     mapped = jax.shard_map(
         lambda *a: _scan(pipeline, *a),
         mesh=layout.mesh,
-        in_specs=(manual_specs(layout.param_spec), P(STAGE), tokens, tokens, P(), P()),
+        in_specs=(manual_specs(layout.param_spec), P(STAGE), tokens, P(), P()),
         out_specs=(P(), manual_specs(layout.optimizer_spec), P(STAGE)),
         axis_names=manual,
         check_vma=False,
     )
     with jax.enable_x64(False):  # a float64 master makes nothing here 64 bits wide
-        return mapped(params, scales, batch.inputs, batch.targets, step, loss_scale)
+        return mapped(params, scales, batch, step, loss_scale)
 
 
 def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
@@ -159,18 +160,18 @@ def _scan(
     p: Pipeline,
     params: Any,
     scales: fp8.ByProduct,
-    inputs: jax.Array,
-    targets: jax.Array,
+    batch: Batch,
     step: jax.Array,
     loss_scale: jax.Array,
 ) -> tuple[dict[str, jax.Array], Any, fp8.ByProduct]:
-    """The body of the manual region; inputs and targets are [M, B, T] with B rows here."""
+    """The body of the manual region; the batch is [M, B, T] with B rows here."""
     schedule, layout, policy = p.schedule, p.layout, p.policy
     S, L = schedule.num_stages, p.model.config.layers // schedule.num_stages
+    inputs, targets = batch.inputs, batch.targets
     M, B, T = inputs.shape
     stage = lax.axis_index(STAGE)
     count, weight = token_weight(targets)
-    shared = p.model.shared(T)
+    shared = p.model.shared(T) if batch.segments is None else None
     sums = accumulation(layout, policy, M)
     ends = (p.model, layout, p.leaves, policy, sums)
     vocabulary, isolate = Vocabulary(*ends), together
@@ -183,14 +184,20 @@ def _scan(
 
     def block(layer_params: Any, x: jax.Array, aux: Any) -> jax.Array:
         params, scales = layer_params
-        shared, layer, keys = aux
+        shared, segments, layer, keys = aux
         product = fp8.product_with(scales) if policy.fp8 else plain_product
-        context = BlockContext(shared, layer, typed(keys), layout, p.model.attention, product)
+        context = BlockContext(
+            *(shared, layer, typed(keys), layout, p.model.attention, product), segments=segments
+        )
         return layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
 
     def aux_of(m: Any) -> Callable[[Any], Any]:
         keys = row_keys(m)
-        return lambda i: (shared, stage * L + i, keys)
+        if batch.segments is None:
+            return lambda i: (shared, None, stage * L + i, keys)
+        segments = _at(batch.segments, m)
+        of_rows = isolate(partial(p.model.shared, T))(segments)
+        return lambda i: (of_rows, segments, stage * L + i, keys)
 
     def layer_params(i: Any) -> Any:
         return layer_of(p, params, scales, i)

@@ -104,6 +104,30 @@ def test_shift_without_lengths_trains_everything_and_leaves_the_rows_alone():
     assert rows[0, 1] == 1
 
 
+def test_no_target_is_another_documents_or_padding():
+    """Against a loop; documents of one token, of a whole row, none at all; with `lengths` too."""
+    rows = np.arange(4 * 9).reshape(4, 9)
+    sizes = [[4, 5], [1, 2, 3], [9], []]
+    segments = np.zeros((4, 9), np.int64)
+    for i, row in enumerate(sizes):
+        numbers = np.repeat(np.arange(1, len(row) + 1), row)
+        segments[i, : len(numbers)] = numbers
+    lengths = [8, 4, 8, 8]
+    for cut in (None, lengths):
+        batch = shift(rows, cut, segments)
+        assert batch.segments.dtype == batch.targets.dtype == np.int32
+        for i in range(4):
+            for t in range(8):
+                here, then = segments[i, t], segments[i, t + 1]
+                kept = here == then != 0 and (cut is None or t < cut[i])
+                assert batch.segments[i, t] == here
+                assert batch.inputs[i, t] == rows[i, t]
+                assert batch.targets[i, t] == (rows[i, t + 1] if kept else IGNORE)
+    split = micro_batched(batch, 2, runs=2)
+    for mine, whole in ((split.segments, batch.segments), (split.targets, batch.targets)):
+        assert mine.tolist() == [[whole[m].tolist(), whole[2 + m].tolist()] for m in range(2)]
+
+
 def test_micro_batches_are_contiguous_rows():
     batch = shift(np.arange(6 * 4).reshape(6, 4))
     split = micro_batched(batch, 3)

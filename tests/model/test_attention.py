@@ -8,29 +8,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
+from spmd_train.errors import RequestError
 from spmd_train.model.attention import attend, blockwise, resolve_attention
 from spmd_train.sharding import Layout
 
 
-def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments=None) -> np.ndarray:
     """Causal softmax attention in float64; query head h reads KV head h // (H / N)."""
     q, k, v = (a.astype(np.float64) for a in (q, k, v))
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, group, axis=2) for a in (k, v))
     scores = np.einsum("bthe,bshe->bhts", q, k) / np.sqrt(q.shape[-1])
-    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    scores = np.where(visible(segments, q.shape[1]), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("bhts,bshe->bthe", weights, v)
 
 
-def plain_jax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def visible(segments, length):
+    """[B or 1, 1, T, S] bool: an earlier position of the same document."""
+    earlier = np.tril(np.ones((1, 1, length, length), bool))
+    if segments is None:
+        return earlier
+    return earlier & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def plain_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments=None) -> jax.Array:
     """The same for `jax.grad`; itself checked against `plain`."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
     scores = jnp.einsum("bthe,bshe->bhts", q, k) / np.sqrt(q.shape[-1])
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    scores = jnp.where(visible(segments, q.shape[1]), scores, -jnp.inf)
     return jnp.einsum("bhts,bshe->bthe", jax.nn.softmax(scores, -1), v)
 
 
@@ -43,14 +55,17 @@ def inputs(length: int, kv_heads: int, scale: float = 1.0) -> tuple[np.ndarray, 
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def with_gradients(q, k, v, d_out, block):
-    out, pullback = jax.vjp(functools.partial(blockwise, block=block), q, k, v)
+def with_gradients(q, k, v, d_out, block, segments=None):
+    def attention(q, k, v):
+        return blockwise(q, k, v, segments, block)
+
+    out, pullback = jax.vjp(attention, q, k, v)
     return out, pullback(d_out)
 
 
 @jax.jit
-def plain_gradients(q, k, v, d_out):
-    return jax.vjp(plain_jax, q, k, v)[1](d_out)
+def plain_gradients(q, k, v, d_out, segments=None):
+    return jax.vjp(lambda *qkv: plain_jax(*qkv, segments), q, k, v)[1](d_out)
 
 
 # block: one tile, several, of one row, with padding (13 = 4 * 4 - 3), longer than the sequence
@@ -182,3 +197,97 @@ def test_auto_takes_a_fused_kernel_only_where_it_applies(
 ):
     assert resolve_attention("auto", platform, compute, length, head_dim) == expected
     assert resolve_attention("xla", platform, compute, length, head_dim) == "xla"
+    packed = resolve_attention("auto", platform, compute, length, head_dim, packed=True)
+    assert packed == ("xla" if expected == "cudnn" else expected)
+
+
+# ------------------------------------------------------------------ several documents in a row
+
+
+@st.composite
+def packings(draw, length: int) -> np.ndarray:
+    """[2, length] int32: documents of any lengths from 1 on, numbered, and padding (0) at the end.
+
+    A row may be one document or nothing but padding.
+    """
+    rows = []
+    for _ in range(2):
+        cuts = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        sizes = np.diff([0, *cuts])
+        sizes = sizes[sizes > 0]
+        row = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        rows.append(np.pad(row, (0, length - len(row))))
+    return np.stack(rows).astype(np.int32)
+
+
+# Three tiles of the real size, the last one cut; many small ones, all equal or the last one cut.
+PACKED = [(300, 128, 12), (16, 4, 25), (13, 4, 25)]
+
+
+@pytest.mark.parametrize(("length", "block", "examples"), PACKED)
+def test_packed_documents_equal_softmax_with_their_mask(length, block, examples):
+    q, k, v, d_out = inputs(length, 2)
+
+    @settings(max_examples=examples)
+    @given(packings(length))
+    def check(segments):
+        out, gradients = with_gradients(q, k, v, d_out, block, segments)
+        np.testing.assert_allclose(out, plain(q, k, v, segments), rtol=0, atol=2e-6)
+        want = plain_gradients(q, k, v, d_out, segments)
+        for g, w in zip(gradients, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=0, atol=1e-5 * np.abs(w).max())
+
+    check()
+
+
+@pytest.mark.parametrize("block", [4, 16])
+def test_another_document_is_invisible(block):
+    """Bit for bit, output and gradients, in whatever tiles; whatever lies in the first document."""
+    segments = np.repeat([[1, 2, 0]], [6, 7, 3], axis=1).repeat(2, axis=0)
+    q, k, v, d_out = inputs(16, 2)
+    d_out = np.where((segments == 2)[..., None, None], d_out, 0)
+    before = with_gradients(q, k, v, d_out, block, segments)
+    q, k, v = (np.where((segments != 2)[..., None, None], 30 * a + 9, a) for a in (q, k, v))
+    after = with_gradients(q, k, v, d_out, block, segments)
+    assert not np.array_equal(before[0][:, :6], after[0][:, :6])
+    for b, a in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(b[:, 6:13], a[:, 6:13])
+    for gradient in after[1]:
+        assert not gradient[:, :6].any(), "what nobody looks at has no gradient"
+        assert not gradient[:, 13:].any()
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        np.repeat([1, 2, 3, 0], [100, 90, 1, 65]),
+        pytest.param(None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_tpu_kernel_in_pallas_interpreter(segments):
+    """Splash, with and without documents, as `attend` calls it."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        rng.standard_normal((1, 256, heads, 128)).astype(np.float32) for heads in (2, 1, 1, 2)
+    )
+    segments = None if segments is None else segments[None].astype(np.int32)
+
+    def attention(q, k, v):
+        return attend(q, k, v, implementation="splash", layout=Layout(), segments=segments)
+
+    with pltpu.force_tpu_interpret_mode():
+        out, pullback = jax.vjp(attention, q, k, v)
+        gradients = pullback(d_out)
+    np.testing.assert_allclose(out, plain(q, k, v, segments), rtol=0, atol=1e-5)
+    for g, w in zip(gradients, plain_gradients(q, k, v, d_out, segments), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-4 * np.abs(w).max())
+
+
+def test_cudnn_is_refused_where_documents_are_packed():
+    with pytest.raises(RequestError, match=r"model\.attention=cudnn cannot keep the documents"):
+        resolve_attention("cudnn", "gpu", "bfloat16", 2048, 128, packed=True)
+    q, k, v, _ = (jnp.asarray(a, jnp.bfloat16) for a in inputs(16, 2))
+    with pytest.raises(ValueError, match="cuDNN attention takes no segments"):
+        attend(
+            q, k, v, implementation="cudnn", layout=Layout(), segments=jnp.ones((2, 16), jnp.int32)
+        )
