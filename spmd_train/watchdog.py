@@ -273,10 +273,8 @@ class Watchdog:
     def _tell_failure(self, board: Board, error: BaseException) -> None:
         """Tell the others why this process ends, unless it does so because of one of them."""
         if self._limits.silent_seconds and _perhaps_by_another(error):
-            patience = self._limits.silent_seconds + 4 * self._beat_seconds + _GRACE_SECONDS
-            until = self._awake_seconds + patience
-            while self._awake_seconds < until:  # a verdict about another ends this process
-                time.sleep(self._judge_seconds)
+            # Twice what it needs: a verdict about another ends this process while it waits here.
+            self._threads[0].join(2 * (self._limits.silent_seconds + 4 * self._beat_seconds))
         self._last_word.acquire()  # and keep it: the command line prints the error
         says = str(error) if isinstance(error, (RequestError, RunError)) else repr(error)
         verdict = Verdict("failed", f"{self._sign().name} failed: {says}")

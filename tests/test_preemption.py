@@ -31,6 +31,9 @@ def test_a_run_that_was_told_to_leave_goes_on_as_if_it_had_not(
     running = start(arguments(out, "1x1x1", STEPS), first=SLOW_DATA)
     wait_for_steps(out, 3, running)
     running[0].send_signal(number)
+    running[0].wait(timeout=300)
+    assert running[0].stdout is not None
+    assert "--resume" in running[0].stdout.read()
     statuses, errors = finish(running)
     assert statuses == [0], errors
     assert f"{number.name}: saving and leaving" in errors[0]

@@ -1,4 +1,4 @@
-"""scripts/supervise with a stand-in for the trainer that follows a script, and the real one."""
+"""scripts/supervise: with a stand-in for the trainer that follows a script, and with the real."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from processes import ROOT, SLOW_DATA, arguments, environment, losses, wait_for_
 from spmd_train.cli import main
 
 STAND_IN = '''
-"""Ends as the next line of `script` says: a status, a signal, `save` before it, or `wait`."""
+"""Ends as the next line of its script says: a status, a signal, `save` before it, or `wait`."""
 import json, os, pathlib, signal, sys, time
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 place = {k: v for k, v in os.environ.items() if k.startswith("JAX_")}
@@ -26,7 +26,8 @@ with starts.open("a") as file:
     file.write(json.dumps({"argv": sys.argv[1:], "place": place}) + "\\n")
 out.mkdir(exist_ok=True)
 (out / "config.yaml").touch()
-for word in (out.parent / "script").read_text().splitlines()[number].split():
+script = out.parent / f"script{place.get('JAX_PROCESS_ID', '')}"
+for word in script.read_text().splitlines()[number].split():
     if word == "save":
         step = out / "checkpoints" / str(number)
         step.mkdir(parents=True)
@@ -41,12 +42,13 @@ for word in (out.parent / "script").read_text().splitlines()[number].split():
 '''
 
 
-def supervise(folder: Path, script: str, *options: str) -> subprocess.Popen[str]:
-    """The supervisor of stand-ins for a trainer."""
+def supervise(folder: Path, script: str, *options: str, **more: str) -> subprocess.Popen[str]:
+    """The supervisor of stand-ins for a trainer; `more` are the scripts of several processes."""
     package = folder / "spmd_train"
     package.mkdir()
     (package / "__main__.py").write_text(STAND_IN)
-    (folder / "script").write_text(script)
+    for name, lines in {"script": script, **more}.items():
+        (folder / name).write_text(lines)
     words = ["--backoff-seconds", "0.1", *options, "--", "train", "--out", str(folder / "run")]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts/supervise"), *words],
@@ -87,10 +89,11 @@ def test_it_gives_up_when_nothing_gets_on(tmp_path: Path) -> None:
 
 
 def test_processes_get_their_places_and_follow_a_failed_one(tmp_path: Path) -> None:
-    # Process 1 follows the same script, so both fail, or one is killed after the other.
-    running = supervise(tmp_path, "1\n0", "--processes", "2", "--leave-seconds", "0.1")
+    options = ("--processes", "2", "--leave-seconds", "0.5")
+    running = supervise(tmp_path, "", *options, script0="wait\n0", script1="1\n0")
     _, said = running.communicate(timeout=60)
     assert running.returncode == 0, said
+    assert "killing 1 that did not leave" in said
     for process in range(2):
         places = [s["place"] for s in starts(tmp_path, process)]
         assert [p["JAX_PROCESS_ID"] for p in places] == [str(process)] * 2
