@@ -130,9 +130,13 @@ def arrays(out: Path, step: int) -> dict[str, np.ndarray]:
     import jax
     import orbax.checkpoint as ocp
 
-    state = ocp.StandardCheckpointer().restore((out / "checkpoints" / f"{step}/state").absolute())
+    path = (out / "checkpoints" / str(step) / "state").absolute()
+    reader = ocp.PyTreeCheckpointer()
+    saved = reader.metadata(path).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+    state = reader.restore(path, restore_args=as_numpy)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+    return {jax.tree_util.keystr(path): x for path, x in flat}
 
 
 def compare(out: Path, reference: Path, options: Options) -> None:

@@ -6,8 +6,10 @@ Losses are compared with those of the uninterrupted run.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +160,16 @@ def test_the_description_is_that_of_the_arrays(whole: Path) -> None:
     assert arrays == {name: text.split(" (")[0] for name, text in described["arrays"].items()}
     assert set(described["contents"]) == set(state)
     assert ocp.CheckpointManager(path.parent).latest_step() == 8
+
+
+def test_the_documented_way_to_read_it_without_this_package_works(whole: Path) -> None:
+    """In a process with one device, where the run had four."""
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    code = code.replace("/absolute/path/runs/a/checkpoints/80", str(whole / "checkpoints" / "8"))
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.stdout == "(256, 32)\n", ran.stderr
 
 
 def test_a_run_starts_from_another_runs_parameters(
