@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_one_process_told_stops_all_at_one_step(whole: Path, tmp_path: Path) -> 
     assert (out / "checkpoints" / str(step) / "commit_success.txt").exists()
     assert main(["--resume", "--out", str(out), "--mesh", "1x1x1"]) == 0
     np.testing.assert_allclose(losses(out), losses(whole), rtol=1e-5)
+
+
+def test_a_run_without_a_checkpoint_is_resumed_at_its_start(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("checkpoints"))
+    assert main(["--resume", "--out", str(out)]) == 0
+    assert "no complete checkpoint" in capsys.readouterr().out
+    assert len(events(out, "no_checkpoint")) == 1
+    assert losses(out) == losses(whole)
 
 
 @pytest.mark.slow

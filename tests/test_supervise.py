@@ -127,13 +127,15 @@ def test_a_run_killed_twice_ends_as_if_undisturbed(processes: int, tmp_path: Pat
     steps, out, whole = 24, tmp_path / "run", tmp_path / "whole"
     assert main(arguments(whole, "1x1x1", steps)) == 0
     sets = ("checkpoint.every_steps=5", "watchdog.silent_seconds=4")
-    customize = tmp_path / "sitecustomize.py"  # a hook in processes that are not ours to start
-    customize.write_text(f"import sys\nif 'spmd_train' in sys.orig_argv:\n {SLOW_DATA!r}\n")
+    # The only way to slow down processes that are not ours to start.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif 'spmd_train' in sys.orig_argv:\n    exec({SLOW_DATA!r})\n"
+    )
     options = ["--processes", str(processes), "--backoff-seconds", "0.1"]
     command = [sys.executable, str(ROOT / "scripts/supervise"), *options, "--"]
     running = subprocess.Popen(
         [*command, *arguments(out, f"{processes}x1x1", steps, *sets)],
-        env=environment(),
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -144,6 +146,7 @@ def test_a_run_killed_twice_ends_as_if_undisturbed(processes: int, tmp_path: Pat
         os.kill(victim, signal.SIGKILL)
         while victim in children(running.pid):
             time.sleep(0.05)
+        assert len(losses(out)) < steps
     shown, said = running.communicate(timeout=400)
     assert running.returncode == 0, said
     assert said.count("supervise: restart ") == 2

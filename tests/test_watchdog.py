@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +13,16 @@ from typing import Any
 
 import jax
 import pytest
-from processes import SLOW_DATA, arguments, events, finish, losses, start, wait_for_steps
+from processes import (
+    SLOW_DATA,
+    arguments,
+    environment,
+    events,
+    finish,
+    losses,
+    start,
+    wait_for_steps,
+)
 
 from spmd_train import watchdog as module
 from spmd_train.cli import main
@@ -273,7 +284,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on_with_another(tmp_path: Pa
     (stop,) = events(out, "stop")
     assert (stop["reason"], stop["kind"]) == ("watchdog", "silent")
     assert f"failed: {stop['message']}" == last_line
-    assert main(["--resume", "--out", str(out), "--mesh", "1x1x1"]) == 0
+    other = ["--mesh", "1x1x1", "--set", "watchdog.silent_seconds=60"]
+    assert main(["--resume", "--out", str(out), *other]) == 0
     assert len(losses(out)) == 12
 
 
@@ -332,3 +344,17 @@ def test_an_exception_in_one_process_is_the_reason_of_all(victim: int, tmp_path:
     last_line = errors[1 - victim].splitlines()[-1]
     assert last_line.startswith(f"failed: process {victim} (")
     assert last_line.endswith("failed: KeyError('the shard')")
+
+
+@pytest.mark.slow
+def test_processes_that_wait_for_one_that_is_not_started_say_so() -> None:
+    code = "import spmd_train.distributed as d; d._JOIN_SECONDS = 3; d.join_processes(60)"
+    address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:38999", "JAX_NUM_PROCESSES": "2"}
+    alone = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(JAX_PROCESS_ID="0", JAX_PLATFORMS="cpu", **address),
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 1, alone.stderr
+    assert "not all of the 2 processes have joined at 127.0.0.1:38999 in 3 s" in alone.stderr
