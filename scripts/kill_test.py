@@ -36,10 +36,14 @@ SETS = [
     "model.layers=4", "model.width=32", "model.heads=4", "model.kv_heads=4", "model.ffn=64",
     "batch.global_size=16", "batch.microbatches=2", "batch.sequence_length=32",
     "optim.warmup_steps=2", "checkpoint.every_steps=2", "log.sample_ids=true",
+    "watchdog.silent_seconds=8",
 ]  # fmt: skip
 REPRODUCIBLE = ["precision.reproducible=true", "precision.logical_shards=4"]
-LEAVE_SECONDS = 120
-"""How long a process whose peer was killed may take to leave by itself."""
+LEAVE_SECONDS = 40
+"""How long a process whose peer was killed may take to leave by itself, once they have joined.
+
+One that still waits for the other to join is killed then, as a launcher would.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,16 @@ class Life:
         victims = self.processes if draw.random() < 0.5 else [draw.choice(self.processes)]
         for victim in victims:
             victim.send_signal(signal.SIGKILL)
+        survivors = [p for p in self.processes if p not in victims]
+        for process in survivors:
+            try:
+                status = process.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            else:
+                assert status != 0, "a process whose peer was killed ended with status 0"
         for process in self.processes:
-            process.wait(LEAVE_SECONDS)
-        survivors = [p.returncode for p in self.processes if p not in victims]
-        if 0 in survivors:
-            raise AssertionError("a process whose peer was killed ended with status 0")
+            process.wait()
         return f"{len(victims)} of {len(self.processes)}"
 
     def finish(self) -> list[int]:
