@@ -122,6 +122,8 @@ def load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer:
         RequestError: its file is missing or has changed since.
     """
     record = manifest.tokenizer
+    if record.name != "bytes" and not (directory / record.name).is_file():
+        raise RequestError(f"{directory / record.name}: is missing; copy the corpus again, whole.")
     found = load_saved(directory, record.name)
     if found.fingerprint != record.fingerprint:
         raise RequestError(
