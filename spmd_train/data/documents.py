@@ -250,7 +250,7 @@ def _line_slices(source: Source, slice_bytes: int) -> Iterator[Slice]:
     with open(source.path, "rb") as file:
         start = 0
         while start < source.bytes:
-            file.seek(min(start + slice_bytes, source.bytes) - 1)
+            file.seek(min(start + slice_bytes, source.bytes))
             file.readline()
             yield Slice(source.path, start, file.tell(), file.tell() - start)
             start = file.tell()
