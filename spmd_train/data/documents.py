@@ -28,7 +28,7 @@ from spmd_train.errors import RequestError, listed
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 TEXT_SLICE_BYTES = 2**20
-"""A text is encoded in pieces of about this size: an encoding takes some 100 times its memory."""
+"""A text is encoded in pieces of about this size: an encoding takes some 150 times its memory."""
 
 _CONTEXT_BYTES = 512
 _CUTS_TRIED = 256

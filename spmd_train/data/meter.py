@@ -14,6 +14,7 @@ from typing import TextIO
 
 import rich.progress
 from rich.console import Console
+from rich.table import Column
 
 _LINE_EVERY_SECONDS = 10.0
 
@@ -84,7 +85,8 @@ class Meter:
 
 
 def _bar(stream: TextIO, total_bytes: int) -> rich.progress.Progress:
-    columns = rich.progress.BarColumn(20), rich.progress.TextColumn("{task.fields[summary]}")
+    text = rich.progress.TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True))
+    columns = rich.progress.BarColumn(12), text
     bar = rich.progress.Progress(*columns, console=Console(file=stream), transient=True)
     bar.add_task("", total=total_bytes, summary="")
     return bar

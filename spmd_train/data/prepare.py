@@ -47,6 +47,7 @@ from spmd_train.errors import RequestError, RunError
 _MIN_SHARD_BYTES = 2**21
 _MOST_SHARDS = 4096
 _SKIPPED_SHOWN = 10
+_LONG_TEXT_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,7 @@ def prepare(options: Options) -> Manifest:
         RequestError: the request or a record of the input is wrong.
         RunError: it could not be finished; the same request goes on from where it was.
     """
-    if (options.tokenizer is None) == (options.train_bpe is None):
-        raise RequestError("give either --tokenizer or --train-bpe, and not both.")
-    if not options.inputs:
-        raise RequestError("give at least one INPUT: a file, a directory or a glob.")
-    if options.workers is not None and options.workers < 1:
-        raise RequestError(f"--workers is {options.workers}; it must be at least 1.")
+    _check(options)
     text = None if options.tokenizer is None else tokenizer(options.tokenizer)
     add_bos, add_eos = _surroundings(options, text)
     skipping = Skipping(options.skip_bad)
@@ -108,42 +104,31 @@ def prepare(options: Options) -> Manifest:
         add_bos=add_bos,
         add_eos=add_eos,
     )
-    usable = [source for source in sources if not source.problem]
-    total_bytes = sum(source.bytes for source in usable)
-    shard_bytes = options.shard_bytes or max(_MIN_SHARD_BYTES, total_bytes // _MOST_SHARDS)
     try:
-        done = _finished(options.out, request)
-        if done:
+        manifest = _finished(options.out, request)
+        if manifest:
             print("already prepared, from the same request")
-            _tell(options.out, done)
-            return done
-        with _claimed(options.out, _Plan(request=request, shard_bytes=shard_bytes)) as directory:
-            if text is None:
-                text = _trained(usable, options, directory)
-            job = Job(
-                directory,
-                text.save(directory),
-                options.text_field,
-                add_bos,
-                add_eos,
-                options.skip_bad,
-            )
-            can_cut = text.can_cut if text.is_local else None
-            parts = (part for s in usable for part in slices(s, shard_bytes, can_cut))
-            plan = shards.group(parts, shard_bytes)
-            summaries = _encode_all(job, plan, options.processes, total_bytes)
-            manifest = _assemble(options.out, request, text, job, plan, summaries, skipping)
+        else:
+            manifest = _prepared(options, request, text, sources, skipping)
     except OSError as error:
         where = error.filename or options.out
         raise RunError(f"{where}: {error.strerror or error}; {_GO_ON}") from error
     except KeyboardInterrupt:
         raise RunError(f"interrupted; {_GO_ON}") from None
-    shutil.rmtree(directory)
     _tell(options.out, manifest)
     return manifest
 
 
 _GO_ON = "what is finished is kept, and the same command goes on from there."
+
+
+def _check(options: Options) -> None:
+    if (options.tokenizer is None) == (options.train_bpe is None):
+        raise RequestError("give either --tokenizer or --train-bpe, and not both.")
+    if not options.inputs:
+        raise RequestError("give at least one INPUT: a file, a directory or a glob.")
+    if options.workers is not None and options.workers < 1:
+        raise RequestError(f"--workers is {options.workers}; it must be at least 1.")
 
 
 def _surroundings(options: Options, text: Tokenizer | None) -> tuple[bool, bool]:
@@ -168,6 +153,43 @@ def _examined(options: Options, skipping: Skipping) -> list[Source]:
         if source.problem:
             skipping.skip(source.problem)
     return sources
+
+
+def _prepared(
+    options: Options,
+    request: Request,
+    text: Tokenizer | None,
+    sources: Sequence[Source],
+    skipping: Skipping,
+) -> Manifest:
+    """Do what is not done yet."""
+    usable = [source for source in sources if not source.problem]
+    total_bytes = sum(source.bytes for source in usable)
+    shard_bytes = options.shard_bytes or max(_MIN_SHARD_BYTES, total_bytes // _MOST_SHARDS)
+    with _claimed(options.out, _Plan(request=request, shard_bytes=shard_bytes)) as directory:
+        text = text or _trained(usable, options, directory)
+        name = text.save(directory)
+        around = request.add_bos, request.add_eos
+        job = Job(directory, name, request.text_field, *around, options.skip_bad)
+        if not text.is_local:
+            _warn_of_long_texts(usable)
+        can_cut = text.can_cut if text.is_local else None
+        parts = (part for source in usable for part in slices(source, shard_bytes, can_cut))
+        plan = shards.group(parts, shard_bytes)
+        summaries = _encode_all(job, plan, options.processes, total_bytes)
+        manifest = _assemble(options.out, request, text, job, plan, summaries, skipping)
+        shutil.rmtree(directory)
+    return manifest
+
+
+def _warn_of_long_texts(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if source.kind == ".txt" and source.bytes > _LONG_TEXT_BYTES:
+            print(
+                f"{source.path} ({decimal(source.bytes)}) is encoded in one piece, which may take"
+                " 150 times its memory: this tokenizer's ids may depend on text far away. As a"
+                " .jsonl of smaller documents it needs less."
+            )
 
 
 # ------------------------------------------------------------------------------------ the directory

@@ -177,7 +177,7 @@ class Skipping:
             RequestError: none may be.
         """
         if not self._allowed:
-            raise RequestError(f"{bad}; or leave out what cannot be used with --skip-bad.")
+            raise RequestError(f"{bad}; --skip-bad leaves such records out.")
         self.add(1, [Skipped(file=bad.file, place=bad.place, reason=bad.reason)])
 
     def add(self, count: int, records: list[Skipped]) -> None:
