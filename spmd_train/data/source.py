@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_train.data.tokenizer import ByteTokenizer
+from spmd_train.data.tokenizer import Tokenizer
 from spmd_train.errors import RequestError
 
 _SAMPLE_NAME = "the bundled sample text"
@@ -24,7 +24,7 @@ def window_count(token_count: int, sequence_length: int) -> int:
 
 def load_tokens(
     source: str | None,
-    tokenizer: ByteTokenizer,
+    tokenizer: Tokenizer,
     *,
     model_vocab: int,
     sequence_length: int,
@@ -34,8 +34,7 @@ def load_tokens(
     _check_vocabulary(tokenizer, model_vocab)
     name = _SAMPLE_NAME if source is None else f"data.source {source!r}"
     data = _sample() if source is None else _read(Path(source), name)
-    _check_utf8(data, name)
-    tokens = tokenizer.encode(data)
+    tokens = tokenizer.encode(_decoded(data, name))
     _check_length(tokens.size, name, sequence_length, global_size)
     return tokens
 
@@ -61,9 +60,9 @@ def _read(path: Path, name: str) -> bytes:
     return data
 
 
-def _check_utf8(data: bytes, name: str) -> None:
+def _decoded(data: bytes, name: str) -> str:
     try:
-        data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{name} is not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}):"
@@ -71,7 +70,7 @@ def _check_utf8(data: bytes, name: str) -> None:
         ) from None
 
 
-def _check_vocabulary(tokenizer: ByteTokenizer, model_vocab: int) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, model_vocab: int) -> None:
     if tokenizer.vocab_size > model_vocab:
         raise RequestError(
             f"model.vocab={model_vocab} is smaller than the tokenizer's vocabulary of"
