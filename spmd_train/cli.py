@@ -256,12 +256,13 @@ def train(request: Train) -> None:
     import jax
 
     from spmd_train.build import build_step
+    from spmd_train.data.stream import open_stream
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
 
     if jax.process_count() > 1 and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")
-    stream = _stream(config)
+    stream = open_stream(config)
     step, resolved = build_step(config, mesh)
     throughput = _throughput(config, step, mesh)
     session = Session(
@@ -400,22 +401,6 @@ def _path(text: str | None) -> Any:
 
 def _silent(*args: Any) -> None:
     """What processes other than the first say."""
-
-
-def _stream(config: Any) -> Any:
-    from spmd_train.data.batches import Stream
-    from spmd_train.data.source import load_tokens
-    from spmd_train.data.tokenizer import tokenizer
-
-    length, size = config.batch.sequence_length, config.batch.global_size
-    tokens = load_tokens(
-        config.data.source,
-        tokenizer(config.data.tokenizer),
-        model_vocab=config.model.vocab,
-        sequence_length=length,
-        global_size=size,
-    )
-    return Stream(tokens, length, size, config.seed)
 
 
 def _throughput(config: Any, step: Any, mesh: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from spmd_train.data.indexed import IndexedDataset
 from spmd_train.data.manifest import Manifest, load_tokenizer, read_manifest
 from spmd_train.data.tokenizer import Tokenizer
@@ -13,11 +15,16 @@ from spmd_train.errors import RequestError, listed
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents, and for a prepared corpus how they were made and what their ids mean."""
+    """Documents, and for a prepared corpus how they were made and what their ids mean.
+
+    Attributes:
+        loss_mask: for each id 1 if it is to be learned, else 0; None where all are.
+    """
 
     dataset: IndexedDataset
     manifest: Manifest | None = None
     tokenizer: Tokenizer | None = None
+    loss_mask: IndexedDataset | None = None
 
 
 def open_corpus(path: Path) -> Corpus:
@@ -37,7 +44,13 @@ def open_corpus(path: Path) -> Corpus:
             f"{path}: tokens.bin has {found[0]} documents, {found[1]} tokens of {found[2]}, and its"
             f" manifest says {said[0]}, {said[1]} of {said[2]}; copy or prepare the corpus again."
         )
-    return Corpus(dataset, manifest, load_tokenizer(path, manifest))
+    mask = IndexedDataset.open(path / "loss_mask") if "loss_mask.bin" in manifest.files else None
+    if mask and not np.array_equal(mask.sizes, dataset.sizes):
+        raise RequestError(
+            f"{path}: loss_mask.idx has other documents than tokens.idx; copy or prepare the corpus"
+            " again."
+        )
+    return Corpus(dataset, manifest, load_tokenizer(path, manifest), mask)
 
 
 def _prefix(path: Path) -> Path:
