@@ -110,6 +110,9 @@ class DataPrepare:
 
     Example: python -m spmd_train data prepare books/ --train-bpe 8192 --out data/books
 
+    Example: python -m spmd_train data prepare chats.jsonl --tokenizer llama/tokenizer.json
+    --chat-template llama/chat_template.jinja --out data/chats
+
     Example: python -m spmd_train data prepare "web/*.jsonl.zst" --tokenizer llama/tokenizer.json
     --out data/web --workers 16 --skip-bad
     """
@@ -124,10 +127,16 @@ class DataPrepare:
     """Train a byte-level BPE of so many ids on the input instead."""
     text_field: str = "text"
     """Field (.jsonl) or column (.parquet) that holds the text; a.b is a field in a field."""
+    format: Literal["auto", "text", "messages", "prompt-completion"] = "auto"
+    """What a line of a .jsonl is: a text, or a conversation or a prompt with its completion, of
+    which only the assistant's turns or the completion are learned. Default: what the first is."""
+    chat_template: str | None = None
+    """Jinja file that makes texts of conversations. Default: ChatML."""
     bos: bool = False
     """Begin each document with the tokenizer's BOS."""
     eos: bool = False
-    """End each document with its EOS, or fail if it has none. Default: if it has one."""
+    """End each document with its EOS, or fail if it has none. Default: if it has one, but for
+    conversations, which their template ends."""
     no_eos: bool = False
     """Do not end documents with an EOS."""
     workers: int | None = None
@@ -353,6 +362,8 @@ def data_prepare(request: DataPrepare) -> None:
             tokenizer=request.tokenizer,
             train_bpe=request.train_bpe,
             text_field=request.text_field,
+            format=request.format,
+            chat_template=_path(request.chat_template) if request.chat_template else None,
             bos=request.bos,
             eos=request.eos or (False if request.no_eos else None),
             workers=request.workers,

@@ -16,16 +16,20 @@ import codecs
 import glob
 import hashlib
 import io
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import BinaryIO, Literal
 
 from spmd_train.data import parquet
+from spmd_train.data.chat import read_template
+from spmd_train.data.records import Form, Format, Piece, format_of, not_utf8
 from spmd_train.errors import RequestError, listed
 
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 TEXT_SLICE_BYTES = 2**20
 """A text is encoded in pieces of about this size: an encoding takes some 150 times its memory."""
@@ -74,15 +78,6 @@ class Slice:
     start: int
     stop: int
     bytes: int
-    opens: bool = True
-    closes: bool = True
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A document, or a part of one that may be encoded on its own."""
-
-    text: str
     opens: bool = True
     closes: bool = True
 
@@ -145,6 +140,33 @@ def examine(path: str, field: str) -> Source:
     return Source(path, size, hasher.hexdigest(), problem)
 
 
+def form_for(
+    sources: Sequence[Source], asked: Format | Literal["auto"], field: str, template: Path | None
+) -> Form:
+    """How records are documents; "auto" is what the first line of the first file with lines is.
+
+    Raises:
+        RequestError: a file cannot have such records, or the template is none, or for no such.
+    """
+    found: Format = "text" if asked == "auto" else asked
+    lines = [source.path for source in sources if source.kind in LINES]
+    if asked == "auto" and lines and field == "text":
+        found = format_of(_first_line(lines[0]))
+    others = [source.path for source in sources if source.kind not in LINES]
+    if found != "text" and others:
+        raise RequestError(
+            f"{others[0]}: records of the format {found} are read from {listed(LINES)} only;"
+            " prepare other files on their own."
+        )
+    if template is None:
+        return Form(found, field)
+    if found != "messages":
+        raise RequestError(
+            f"--chat-template is for records of the format messages, and these are {found}."
+        )
+    return Form(found, field, read_template(template))
+
+
 def slices(source: Source, slice_bytes: int, can_cut: CanCut | None) -> Iterator[Slice]:
     """The slices of a file, of about `slice_bytes`; a text is one slice without `can_cut`."""
     if source.kind == ".txt":
@@ -158,7 +180,7 @@ def slices(source: Source, slice_bytes: int, can_cut: CanCut | None) -> Iterator
         yield Slice(source.path, 0, source.bytes, source.bytes)
 
 
-def read(part: Slice, field: str) -> Iterator[Piece | BadRecord]:
+def read(part: Slice, form: Form) -> Iterator[Piece | BadRecord]:
     """The documents of a slice and, in their places, the records that are none."""
     kind = kind_of(part.path)
     if kind == ".txt":
@@ -169,12 +191,12 @@ def read(part: Slice, field: str) -> Iterator[Piece | BadRecord]:
     elif kind == ".jsonl":
         with open(part.path, "rb") as file:
             file.seek(part.start)
-            yield from _documents(part.path, _lines_until(file, part.stop), field, part.start)
+            yield from _documents(part.path, _lines_until(file, part.stop), form, part.start)
     elif kind == ".parquet":
-        for row, text, why in parquet.rows(part.path, part.start, part.stop, field):
+        for row, text, why in parquet.rows(part.path, part.start, part.stop, form.field):
             yield Piece(text) if why is None else BadRecord(part.path, row, why)
     else:
-        yield from _compressed(part.path, field)
+        yield from _compressed(part.path, form)
 
 
 # --------------------------------------------------------------------------------------------- .txt
@@ -195,16 +217,12 @@ class _Utf8:
             self._line += self._decoder.decode(block, final).count("\n")
         except UnicodeDecodeError as error:
             line = self._line + error.object[: error.start].count(b"\n")
-            self._problem = (f"line {line}", _not_utf8(error))
+            self._problem = (f"line {line}", not_utf8(error))
 
     def end(self) -> tuple[str, str] | None:
         """The place and the reason, or None."""
         self.feed(b"", final=True)
         return self._problem
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it with iconv"
 
 
 def _text_slices(source: Source, slice_bytes: int, can_cut: CanCut | None) -> Iterator[Slice]:
@@ -261,10 +279,7 @@ def _lines_until(file: BinaryIO, stop: int) -> Iterator[bytes]:
         yield file.readline()
 
 
-def _compressed(path: str, field: str) -> Iterator[Piece | BadRecord]:
-    import pyarrow
-
-    codec = "gzip" if path.lower().endswith(".gz") else "zstd"
+def _compressed(path: str, form: Form) -> Iterator[Piece | BadRecord]:
     count = 0
 
     def counted(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -274,9 +289,7 @@ def _compressed(path: str, field: str) -> Iterator[Piece | BadRecord]:
             yield line
 
     try:
-        stream = pyarrow.CompressedInputStream(pyarrow.OSFile(path), codec)
-        # A small buffer: what is in it when the stream turns out to be damaged is lost.
-        yield from _documents(path, counted(io.BufferedReader(stream, 2**14)), field)
+        yield from _documents(path, counted(_unpacked(path)), form)
         if count == 0:
             yield BadRecord(path, "", "is empty")
     except OSError as error:
@@ -284,8 +297,26 @@ def _compressed(path: str, field: str) -> Iterator[Piece | BadRecord]:
         yield BadRecord(path, f"line {count + 1}", reason)
 
 
+def _unpacked(path: str) -> BinaryIO:
+    import pyarrow
+
+    codec = "gzip" if path.lower().endswith(".gz") else "zstd"
+    stream = pyarrow.CompressedInputStream(pyarrow.OSFile(path), codec)
+    # A small buffer: what is in it when the stream turns out to be damaged is lost.
+    return io.BufferedReader(stream, 2**14)
+
+
+def _first_line(path: str) -> bytes:
+    """The first line of a `.jsonl`, compressed or not, that is not blank; none of a damaged one."""
+    try:
+        with open(path, "rb") if kind_of(path) == ".jsonl" else _unpacked(path) as lines:
+            return next((line for line in lines if not line.isspace()), b"")
+    except OSError:
+        return b""
+
+
 def _documents(
-    path: str, lines: Iterable[bytes], field: str, start: int = 0
+    path: str, lines: Iterable[bytes], form: Form, start: int = 0
 ) -> Iterator[Piece | BadRecord]:
     """The documents in `lines`, the first of which starts at byte `start` of the file."""
     before: int | None = None
@@ -293,7 +324,7 @@ def _documents(
         if line.isspace():
             continue
         try:
-            yield Piece(_text_of(line, field))
+            yield form.piece(line)
         except ValueError as error:
             # Counting lines reads all that comes before, which only a bad line is worth.
             before = _lines_before(path, start) if before is None else before
@@ -308,39 +339,3 @@ def _lines_before(path: str, offset: int) -> int:
             count += block.count(b"\n")
             offset -= len(block)
     return count
-
-
-def _text_of(line: bytes, field: str) -> str:
-    """The text in a line of JSON; a ValueError says what is wrong with it."""
-    try:
-        value: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("is JSON nested too deeply to be read") from None
-    for key in field.split("."):
-        if not isinstance(value, dict):
-            raise ValueError(f"is {_kind_of_json(value)} where an object with {key!r} is expected")
-        if key not in value:
-            raise ValueError(
-                f"has no field {field!r} (it has {listed(value) or 'none'});"
-                " name it with --text-field"
-            )
-        value = value[key]
-    if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is {_kind_of_json(value)}, not a string")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"field {field!r} holds half a surrogate pair ({error.reason})"
-            ) from None
-    return value
-
-
-def _kind_of_json(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from spmd_train.data.corpus import Corpus, open_corpus
 from spmd_train.data.indexed import IndexedDataset
-from spmd_train.data.manifest import Manifest
-from spmd_train.data.tokenizer import Tokenizer
+from spmd_train.data.manifest import Manifest, learned_share
 from spmd_train.errors import RequestError
 
 PREFIX_TOKENS = 64
@@ -59,7 +58,10 @@ class Duplicates:
 
 @dataclass(frozen=True)
 class Sample:
-    """One document, the middle of a long one left out; text, or ids without a tokenizer."""
+    """One document, the middle of a long one left out; text, or ids without a tokenizer.
+
+    Of a corpus with a loss mask, what is learned stands between ⟦ and ⟧.
+    """
 
     document: int
     tokens: int
@@ -117,7 +119,7 @@ def inspect(path: Path, samples: int) -> Report:
             if counts[i]
         ],
         duplicates=_duplicates(dataset),
-        samples=[_sample(dataset, n, text) for n in _spread(len(dataset), samples)],
+        samples=[_sample(corpus, n) for n in _spread(len(dataset), samples)],
     )
 
 
@@ -183,15 +185,21 @@ def _spread(documents: int, samples: int) -> list[int]:
     return [(2 * i + 1) * documents // (2 * count) for i in range(count)]
 
 
-def _sample(dataset: IndexedDataset, number: int, text: Tokenizer | None) -> Sample:
-    ids = dataset.document(number)
+def _sample(corpus: Corpus, number: int) -> Sample:
+    text, ids = corpus.tokenizer, corpus.dataset.document(number)
+    learned = corpus.loss_mask.document(number) if corpus.loss_mask else np.zeros_like(ids)
     is_long = ids.size > _HEAD + _TAIL
 
-    def shown(part: np.ndarray) -> str:
-        return text.decode(part) if text else " ".join(map(str, part.tolist()))
+    def shown(part: slice) -> str:
+        if text is None:
+            return " ".join(map(str, ids[part].tolist()))
+        edges = np.flatnonzero(np.diff(learned[part])) + 1
+        runs = zip(np.split(ids[part], edges), np.split(learned[part], edges), strict=True)
+        decoded = ((text.decode(run), is_learned.any()) for run, is_learned in runs)
+        return "".join(f"⟦{shown}⟧" if marked else shown for shown, marked in decoded)
 
-    head = shown(ids[:_HEAD] if is_long else ids)
-    return Sample(number, int(ids.size), head, shown(ids[-_TAIL:]) if is_long else "")
+    head = shown(slice(_HEAD if is_long else None))
+    return Sample(number, int(ids.size), head, shown(slice(-_TAIL, None)) if is_long else "")
 
 
 # ------------------------------------------------------------------------------------- for a person
@@ -205,6 +213,8 @@ def show(report: Report, console: Console) -> None:
 
     say(f"{report.path}: {report.documents:,} documents, {report.tokens:,} tokens, {report.dtype}")
     say(_origin(report.manifest) if report.manifest else "no manifest: ids are shown as they are")
+    if report.manifest and report.manifest.learned_tokens is not None:
+        say(f"learned (in samples between ⟦ and ⟧): {learned_share(report.manifest)}")
     lengths, alike = report.lengths, report.duplicates
     say(
         f"\ntokens per document: {lengths.smallest:,} to {lengths.largest:,},"

@@ -1,6 +1,8 @@
 """A prepared corpus: a directory whose `manifest.json`, written last, says all about it.
 
     DIR/tokens.bin tokens.idx    the ids (`indexed`)
+    DIR/loss_mask.bin loss_mask.idx   for conversations: 1 for an id to learn, else 0
+    DIR/chat_template.jinja      how their messages became texts
     DIR/tokenizer.json           or tokenizer.model; nothing for bytes
     DIR/manifest.json            from what, how, how much, and the hashes of the files
 
@@ -15,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spmd_train.data.files import write_whole
+from spmd_train.data.records import Format
 from spmd_train.data.tokenizer import Tokenizer, load_saved
 from spmd_train.errors import RequestError
 
@@ -39,10 +42,12 @@ class Request(_Record):
 
     Attributes:
         train_bpe: ids of the tokenizer trained on the input, if one is. tokenizer: the fingerprint
-            of one that was given.
+            of one that was given. chat_template: the SHA-256 of it, for the format `messages`.
     """
 
     inputs: list[InputFile]
+    format: Format = "text"
+    chat_template: str | None = None
     text_field: str
     train_bpe: int | None
     tokenizer: str | None
@@ -72,6 +77,7 @@ class Manifest(_Record):
     """The contents of `manifest.json`.
 
     Attributes:
+        learned_tokens: those that are trained on, None for all; `loss_mask` says which.
         empty_documents: texts without a single id, left out. files: SHA-256 by name.
     """
 
@@ -80,6 +86,7 @@ class Manifest(_Record):
     tokenizer: TokenizerRecord
     documents: int
     tokens: int
+    learned_tokens: int | None = None
     dtype: str
     empty_documents: int
     skipped: int
@@ -89,6 +96,14 @@ class Manifest(_Record):
     def write(self, directory: Path) -> None:
         """Declare the corpus in `directory` complete."""
         write_whole(directory / "manifest.json", (self.model_dump_json(indent=2) + "\n").encode())
+
+
+def learned_share(manifest: Manifest) -> str:
+    """What part of a corpus of conversations is trained on, in words."""
+    learned, what = manifest.learned_tokens or 0, "completions"
+    if manifest.request.format == "messages":
+        what = "what the assistant says"
+    return f"{what}, {learned:,} of {manifest.tokens:,} tokens ({learned / manifest.tokens:.1%})"
 
 
 def read_manifest(directory: Path) -> Manifest | None:

@@ -10,6 +10,7 @@ DIR/manifest.json                       done; DIR/partial is removed
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -22,12 +23,22 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from pydantic import BaseModel
 from rich.filesize import decimal
 
 from spmd_train.data import shards
-from spmd_train.data.documents import BadRecord, Source, examine, find, read, slices
+from spmd_train.data.documents import (
+    BadRecord,
+    Source,
+    examine,
+    find,
+    form_for,
+    read,
+    slices,
+)
 from spmd_train.data.files import sha256, write_whole
 from spmd_train.data.indexed import IndexedDataset, Writer, dtype_for
 from spmd_train.data.manifest import (
@@ -36,10 +47,12 @@ from spmd_train.data.manifest import (
     Request,
     TokenizerRecord,
     first_difference,
+    learned_share,
     parse_record,
     read_manifest,
 )
 from spmd_train.data.meter import Meter
+from spmd_train.data.records import Form, Format
 from spmd_train.data.shards import Job, Shard, Skipping, Summary
 from spmd_train.data.tokenizer import Tokenizer, load_saved, tokenizer, train_bpe
 from spmd_train.errors import RequestError, RunError
@@ -57,7 +70,9 @@ class Options:
     Attributes:
         inputs: files, directories, globs. tokenizer: its name; None with `train_bpe`, the size of a
         vocabulary to be trained. bos, eos: whether they surround each document; None for eos:
-        where the tokenizer has one. workers: processes; None: one a core. shard_bytes: of input.
+        where the tokenizer has one, and no chat template ends documents itself. format: of the
+        records, "auto" for what the first of them is. chat_template: a file, for the format
+        `messages`. workers: processes; None: one a core. shard_bytes: of input.
     """
 
     inputs: Sequence[str]
@@ -65,6 +80,8 @@ class Options:
     tokenizer: str | None = None
     train_bpe: int | None = None
     text_field: str = "text"
+    format: Format | Literal["auto"] = "auto"
+    chat_template: Path | None = None
     bos: bool = False
     eos: bool | None = None
     workers: int | None = None
@@ -93,11 +110,15 @@ def prepare(options: Options) -> Manifest:
     """
     _check(options)
     text = None if options.tokenizer is None else tokenizer(options.tokenizer)
-    add_bos, add_eos = _surroundings(options, text)
     skipping = Skipping(options.skip_bad)
     sources = _examined(options, skipping)
+    form = form_for(sources, options.format, options.text_field, options.chat_template)
+    add_bos, add_eos = _surroundings(options, form.format, text)
+    chat = form.format == "messages"
     request = Request(
         inputs=[InputFile(path=s.path, bytes=s.bytes, sha256=s.sha256) for s in sources],
+        format=form.format,
+        chat_template=hashlib.sha256(form.template.encode()).hexdigest() if chat else None,
         text_field=options.text_field,
         tokenizer=text.fingerprint if text else None,
         train_bpe=options.train_bpe,
@@ -109,7 +130,7 @@ def prepare(options: Options) -> Manifest:
         if manifest:
             print("already prepared, from the same request")
         else:
-            manifest = _prepared(options, request, text, sources, skipping)
+            manifest = _prepared(options, request, form, text, sources, skipping)
     except OSError as error:
         where = error.filename or options.out
         raise RunError(f"{where}: {error.strerror or error}; {_GO_ON}") from error
@@ -131,7 +152,7 @@ def _check(options: Options) -> None:
         raise RequestError(f"--workers is {options.workers}; it must be at least 1.")
 
 
-def _surroundings(options: Options, text: Tokenizer | None) -> tuple[bool, bool]:
+def _surroundings(options: Options, form: Format, text: Tokenizer | None) -> tuple[bool, bool]:
     """Whether BOS and EOS surround each document; a tokenizer to be trained has an EOS only."""
     has_bos = text is not None and text.bos_id is not None
     has_eos = text is None or text.eos_id is not None
@@ -139,7 +160,8 @@ def _surroundings(options: Options, text: Tokenizer | None) -> tuple[bool, bool]
         if wanted and not has:
             name = options.tokenizer or "trained by --train-bpe"
             raise RequestError(f"--{flag}: the tokenizer {name} has no {flag.upper()} token.")
-    return options.bos, has_eos if options.eos is None else options.eos
+    by_default = has_eos and form != "messages"
+    return options.bos, by_default if options.eos is None else options.eos
 
 
 def _examined(options: Options, skipping: Skipping) -> list[Source]:
@@ -158,6 +180,7 @@ def _examined(options: Options, skipping: Skipping) -> list[Source]:
 def _prepared(
     options: Options,
     request: Request,
+    form: Form,
     text: Tokenizer | None,
     sources: Sequence[Source],
     skipping: Skipping,
@@ -167,10 +190,18 @@ def _prepared(
     total_bytes = sum(source.bytes for source in usable)
     shard_bytes = options.shard_bytes or max(_MIN_SHARD_BYTES, total_bytes // _MOST_SHARDS)
     with _claimed(options.out, _Plan(request=request, shard_bytes=shard_bytes)) as directory:
-        text = text or _trained(usable, options, directory)
+        text = text or _trained(usable, options, form, directory)
         name = text.save(directory)
-        around = request.add_bos, request.add_eos
-        job = Job(directory, name, request.text_field, *around, options.skip_bad)
+        job = Job(
+            directory,
+            name,
+            form.format,
+            form.field,
+            form.template,
+            request.add_bos,
+            request.add_eos,
+            options.skip_bad,
+        )
         if not text.is_local:
             _warn_of_long_texts(usable)
         can_cut = text.can_cut if text.is_local else None
@@ -238,7 +269,7 @@ def _refuse_other(out: Path, old: BaseModel, new: BaseModel, cure: str) -> None:
         raise RequestError(f"{out} was begun for another request: {difference}; {cure}.")
 
 
-def _trained(sources: Sequence[Source], options: Options, directory: Path) -> Tokenizer:
+def _trained(sources: Sequence[Source], options: Options, form: Form, directory: Path) -> Tokenizer:
     """The tokenizer trained on the input, which a run before may have done."""
     if (directory / "tokenizer.json").is_file():
         return load_saved(directory, "tokenizer.json")
@@ -249,7 +280,7 @@ def _trained(sources: Sequence[Source], options: Options, directory: Path) -> To
     def texts() -> Iterator[str]:
         for source in sources:
             for part in slices(source, _MIN_SHARD_BYTES, lambda left, right: True):
-                yield from (p.text for p in skipping.documents(read(part, options.text_field)))
+                yield from (p.text for p in skipping.documents(read(part, form)))
 
     return train_bpe(texts(), options.train_bpe, directory)
 
@@ -338,6 +369,16 @@ def _assemble(
             part = IndexedDataset.open(shard.prefix(job.directory))
             lengths = part.document_offsets()
             writer.extend(part.tokens, lengths[1:] - lengths[:-1], continues=shard.continues)
+    names = ["tokens.bin", "tokens.idx"]
+    if job.format != "text":
+        names += ["loss_mask.bin", "loss_mask.idx"]
+        with Writer(out / "loss_mask", shards.MASK) as writer:
+            for shard in plan:
+                part = IndexedDataset.open(shard.mask_prefix(job.directory))
+                writer.extend(part.tokens, np.diff(part.document_offsets()))
+    if job.format == "messages":
+        write_whole(out / "chat_template.jinja", job.template.encode())
+    learned = sum(summary.learned_tokens for summary in summaries)
     for summary in summaries:
         skipping.add(summary.skipped, summary.skipped_records)
     manifest = Manifest(
@@ -351,11 +392,12 @@ def _assemble(
         ),
         documents=documents,
         tokens=sum(summary.tokens for summary in summaries),
+        learned_tokens=None if job.format == "text" else learned,
         dtype=dtype.name,
         empty_documents=sum(summary.empty_documents for summary in summaries),
         skipped=skipping.count,
         skipped_records=skipping.listed,
-        files={name: sha256(out / name) for name in ("tokens.bin", "tokens.idx")},
+        files={name: sha256(out / name) for name in names},
     )
     manifest.write(out)
     return manifest
@@ -367,6 +409,8 @@ def _tell(out: Path, manifest: Manifest) -> None:
         f"{out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
         f" in {size} of {manifest.dtype}"
     )
+    if manifest.learned_tokens is not None:
+        print(f"to learn: {learned_share(manifest)}")
     if manifest.skipped:
         print(f"skipped {manifest.skipped:,} that could not be used:")
         for record in manifest.skipped_records[:_SKIPPED_SHOWN]:

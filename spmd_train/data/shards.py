@@ -12,6 +12,7 @@ interruption shows in them. A shard is finished when its `.json` is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,15 +20,20 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from spmd_train.data.documents import BadRecord, Piece, Slice, read
+from spmd_train.data.chat import Spans
+from spmd_train.data.documents import BadRecord, Slice, read
 from spmd_train.data.files import write_whole
 from spmd_train.data.indexed import Writer, dtype_for
 from spmd_train.data.manifest import SKIPPED_LISTED, Skipped, parse_record
+from spmd_train.data.records import Form, Format, Piece
 from spmd_train.data.tokenizer import Tokenizer, load_saved
 from spmd_train.errors import RequestError
 
 _BATCH_CHARACTERS = 2**20
 _BATCH_PIECES = 4096
+
+MASK = np.dtype("u1")
+"""The type of what says whether an id is learned."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,14 @@ class Job:
 
     Attributes:
         directory: where shards go and the tokenizer called `tokenizer` lies. field: of the text.
+        template: of conversations.
     """
 
     directory: Path
     tokenizer: str
+    format: Format
     field: str
+    template: str
     add_bos: bool
     add_eos: bool
     skip_bad: bool
@@ -67,12 +76,17 @@ class Shard:
         """The path of its files, without their suffixes."""
         return directory / f"shard-{self.number:06d}"
 
+    def mask_prefix(self, directory: Path) -> Path:
+        """That of the files which say what is learned."""
+        return directory / f"shard-{self.number:06d}.loss_mask"
+
 
 class Summary(BaseModel):
     """What a finished shard holds and left out."""
 
     documents: int
     tokens: int
+    learned_tokens: int
     empty_documents: int
     skipped: int
     skipped_records: list[Skipped]
@@ -108,9 +122,14 @@ def encode(job: Job, shard: Shard) -> Summary:
     text = _tokenizer(job.directory, job.tokenizer)
     dtype = dtype_for(text.vocab_size)
     before, after = _around(text, job)
-    bad, documents, tokens, empty = Skipping(job.skip_bad), 0, 0, 0
-    with Writer(shard.prefix(job.directory), dtype) as out:
-        pieces = bad.documents(item for part in shard.slices for item in read(part, job.field))
+    bad, documents, tokens, empty, learned = Skipping(job.skip_bad), 0, 0, 0, 0
+    form = Form(job.format, job.field, job.template, text)
+    with ExitStack() as stack:
+        out = stack.enter_context(Writer(shard.prefix(job.directory), dtype))
+        mask = None
+        if job.format != "text":
+            mask = stack.enter_context(Writer(shard.mask_prefix(job.directory), MASK))
+        pieces = bad.documents(item for part in shard.slices for item in read(part, form))
         for batch in _batches(pieces):
             parts: list[np.ndarray] = []
             lengths: list[int] = []
@@ -119,6 +138,10 @@ def encode(job: Job, shard: Shard) -> Summary:
                     empty += 1
                     continue
                 whole = [*before[: piece.opens], ids, *after[: piece.closes]]
+                if mask and piece.learned is not None:
+                    flags = _flags(piece.learned, len(before), ids.size, len(after))
+                    mask.add(flags)
+                    learned += int(flags.sum())
                 length = sum(part.size for part in whole)
                 parts += whole
                 documents += piece.opens
@@ -132,6 +155,7 @@ def encode(job: Job, shard: Shard) -> Summary:
     summary = Summary(
         documents=documents,
         tokens=tokens,
+        learned_tokens=learned,
         empty_documents=empty,
         skipped=bad.count,
         skipped_records=bad.listed,
@@ -140,6 +164,15 @@ def encode(job: Job, shard: Shard) -> Summary:
         shard.prefix(job.directory).with_suffix(".json"), summary.model_dump_json().encode()
     )
     return summary
+
+
+def _flags(spans: Spans, before: int, size: int, after: int) -> np.ndarray:
+    """1 for each token of a document to be learned; its EOS is, if what it ends is."""
+    flags = np.zeros(before + size + after, MASK)
+    for start, stop in spans:
+        flags[before + start : before + stop] = 1
+    flags[before + size :] = flags[before + size - 1]
+    return flags
 
 
 @lru_cache(maxsize=1)
