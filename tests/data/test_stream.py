@@ -126,7 +126,7 @@ def test_properties_of_the_order(corpora, packing, seed, data):
         slices = [made(4).sample_ids(step)[2 * process :][:2] for process in range(2)]
         assert [int(i) for part in slices for i in part] == uninterrupted[4 * step :][:4]
     batch = stream.batch(stream.sample_ids(3))
-    assert micro_batched(batch, 2).inputs.reshape(4, 4).tolist() == batch.inputs.tolist()
+    assert micro_batched(batch, 2).inputs.reshape(4, 2).tolist() == batch.inputs.tolist()
 
     long = ids_of(made(200), 0, 2)
     for corpus, (begin, end) in enumerate(
