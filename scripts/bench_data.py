@@ -1,4 +1,5 @@
-"""How fast `data prepare` tokenizes, as a ratio to the `tokenizers` library called directly.
+"""How fast `data prepare` tokenizes, as a ratio to the `tokenizers` library called directly; and
+how fast training rows are read from a prepared corpus.
 
 Both sides encode the same texts with the same BPE and the same number of cores, each in a fresh
 process, in turns. The direct side only encodes: the texts are in memory, in pieces of a MiB, and
@@ -9,6 +10,11 @@ From the root of the repository (`PYTHONPATH=.` where the package is not install
 
     python scripts/bench_data.py ../shared/data/shakespeare_38plays.txt
     python scripts/bench_data.py FILE --copies 8 --workers 4 --pairs 5
+
+`read` makes a corpus of random ids in documents of a thousand on average, and reads batches of 32
+rows of 1024 tokens from the page cache in one thread, order, rows, masks and shift included:
+
+    python scripts/bench_data.py read
 """
 
 from __future__ import annotations
@@ -23,9 +29,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tyro
 
+from spmd_train.data.indexed import Writer
 from spmd_train.data.prepare import Options, prepare
+from spmd_train.data.source import open_source
+from spmd_train.data.stream import Stream
 from spmd_train.data.tokenizer import train_bpe
 
 
@@ -70,6 +80,37 @@ def prepared(directory: Path, workers: int) -> tuple[int, float]:
         return prepare(options).tokens, time.perf_counter() - start
 
 
+def read(tokens: int = 2**26, steps: int = 200) -> None:
+    """Print the positions and the targets read per second, in every packing, mixed or held out."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name:
+        lengths = rng.geometric(1e-3, tokens // 1000)
+        for half in ("a", "b"):
+            with Writer(Path(name) / half, np.dtype("u2")) as writer:
+                ids = rng.integers(0, 50_000, lengths.sum()).astype(np.uint16)
+                writer.extend(ids, lengths)
+        a, b = (open_source(f"{name}/{half}", None, "") for half in ("a", "b"))
+        for packing in ("windows", "documents", "padded"):
+            for what, sources, shares, fraction in (
+                ("one corpus", (a,), (1,), 0.0),
+                ("a tenth held out", (a,), (1,), 0.1),
+                ("two corpora", (a, b), (7, 3), 0.0),
+            ):
+                stream = Stream(sources, 1024, 32, 0, shares, packing, fraction)
+                stream.sample_ids(0)  # splits the documents, once a run
+                targets = 0
+                start = time.perf_counter()
+                for step in range(steps):
+                    targets += (stream.batch(stream.sample_ids(step)).targets >= 0).sum()
+                seconds = time.perf_counter() - start
+                positions = steps * 32 * 1024 / seconds
+                print(
+                    f"{packing:9}  {what:16}  {positions / 1e6:.0f} M tokens/s, of which targets"
+                    f" {targets / seconds / 1e6:.0f}",
+                    flush=True,
+                )
+
+
 def measured(side: str, directory: Path, workers: int) -> float:
     """Tokens per second of one side, in a fresh process."""
     command = [sys.executable, __file__, side, str(directory), str(workers)]
@@ -96,7 +137,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["direct"], ["prepare"]):
+    if sys.argv[1:] == ["read"]:
+        read()
+    elif sys.argv[1:2] in (["direct"], ["prepare"]):
         side = direct if sys.argv[1] == "direct" else prepared
         print(json.dumps(side(Path(sys.argv[2]), int(sys.argv[3]))))
     else:

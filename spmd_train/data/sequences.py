@@ -6,7 +6,7 @@
                                                                           (c1) is not used
     documents   [a0 a1 a2 a3 a4] [a4 a5 b0 b1 c0] [c0 c1 .. .. ..]        segments 11111
                                                                           11223 11000
-    padded      [a0 a1 a2 a3 a4] [a4 a5 .. .. ..] [b0 b1 .. .. ..] ...    segments 11111
+    padded      [a0 a1 a2 a3 a4] [a4 a5 .. .. ..] [b0 b1 .. .. ..] ...    supervised 11111
                                                                           11000 11000 ...
 
 A row begins with the token that the row before it ended with, so that each token but the first (of
@@ -32,8 +32,9 @@ Packing = Literal["windows", "documents", "padded"]
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Attributes:
-    tokens: int32 [B, T+1]; 0 in padding. segments: int32 [B, T+1], the document's number in its
-        row, from 1, and 0 in padding; None for windows.
+    tokens: int32 [B, T+1]; 0 in padding.
+    segments: of packed documents, int32 [B, T+1]: the number of each in its row, from 1, and 0 in
+        padding. None for the others: causal attention alone keeps padding out of a document.
     supervised: bool [B, T+1], whether a token may be a target; None: all that are no padding.
     """
 
@@ -131,7 +132,7 @@ class Sequences:
             return out
 
         segments = supervised = None
-        if self.packing != "windows":
+        if self.packing == "documents":
             segments = placed(np.repeat(segment, length), np.int32)
         if self.loss_mask is not None:
             supervised = placed(self.loss_mask[source] != 0, np.bool_)

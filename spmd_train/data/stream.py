@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from spmd_train.config import Config
 
 REPEATED = 4
-"""Epochs up to which repeated data is nearly as good as new (Muennighoff et al. 2023, "Scaling
-Data-Constrained Language Models", section 6)."""
+"""Epochs up to which repeated data is nearly as good as new (abstract of Muennighoff et al. 2023,
+"Scaling Data-Constrained Language Models")."""
 
 
 @dataclass(frozen=True, eq=False)
