@@ -106,20 +106,82 @@ class Show(_Steps):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """List, verify or show the checkpoints of a run."""
+class DataPrepare:
+    """Turn texts into token ids to train on; killed and repeated, it goes on where it was.
 
-    command: (
-        Annotated[Ls, tyro.conf.subcommand("ls")]
-        | Annotated[Verify, tyro.conf.subcommand("verify")]
-        | Annotated[Show, tyro.conf.subcommand("show")]
-    )
+    Example: python -m spmd_train data prepare books/ --train-bpe 8192 --out data/books
+
+    Example: python -m spmd_train data prepare chats.jsonl --tokenizer llama/tokenizer.json
+    --chat-template llama/chat_template.jinja --out data/chats
+
+    Example: python -m spmd_train data prepare "web/*.jsonl.zst" --tokenizer llama/tokenizer.json
+    --out data/web --workers 16 --skip-bad
+    """
+
+    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT...")]
+    """Files, directories, globs: .txt (one document), .jsonl, .jsonl.gz, .jsonl.zst, .parquet."""
+    out: str
+    """Directory to make."""
+    tokenizer: str | None = None
+    """bytes, or the path of a tokenizer.json, a SentencePiece .model, or a directory with one."""
+    train_bpe: int | None = None
+    """Train a byte-level BPE of so many ids on the input instead."""
+    text_field: str = "text"
+    """Field (.jsonl) or column (.parquet) that holds the text; a.b is a field in a field."""
+    format: Literal["auto", "text", "messages", "prompt-completion"] = "auto"
+    """What a line of a .jsonl is: a text, or a conversation or a prompt with its completion, of
+    which only the assistant's turns or the completion are learned. Default: what the first is."""
+    chat_template: str | None = None
+    """Jinja file that makes texts of conversations. Default: ChatML."""
+    bos: bool = False
+    """Begin each document with the tokenizer's BOS."""
+    eos: bool = False
+    """End each document with its EOS, or fail if it has none. Default: if it has one, but for
+    conversations, which their template ends."""
+    no_eos: bool = False
+    """Do not end documents with an EOS."""
+    workers: int | None = None
+    """Processes. Default: one a core. The result does not depend on it."""
+    skip_bad: bool = False
+    """Leave out, count and list records that cannot be used, instead of stopping at the first."""
 
 
+@dataclass(frozen=True)
+class DataInspect:
+    """Show what a prepared corpus, or a Megatron .bin and .idx, holds.
+
+    Example: python -m spmd_train data inspect data/books --samples 5
+    """
+
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    """Directory of `data prepare`, or the path of a .bin or .idx."""
+    samples: int = 3
+    """Number of documents shown."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+Steps = (
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+)
+Data = (
+    Annotated[DataPrepare, tyro.conf.subcommand("prepare")]
+    | Annotated[DataInspect, tyro.conf.subcommand("inspect")]
+)
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
+    | Annotated[
+        Steps,
+        tyro.conf.subcommand(
+            "checkpoint", description="List, verify or show the checkpoints of a run."
+        ),
+    ]
+    | Annotated[
+        Data, tyro.conf.subcommand("data", description="Prepare and inspect what is trained on.")
+    ]
 )
 
 
@@ -159,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; we say it once
     try:
-        _run(command)
+        _FUNCTIONS[type(command)](command)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -167,18 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _run(command: Any) -> None:
-    match command:
-        case Train():
-            train(command)
-        case Generate():
-            generate(command)
-        case Checkpoint(Show() as request):
-            show(request)
-        case Checkpoint(Ls() | Verify() as request):
-            list_steps(request)
 
 
 def train(request: Train) -> None:
@@ -227,6 +277,7 @@ def _train_on(
     import jax
 
     from spmd_train.build import build_step
+    from spmd_train.data.stream import open_stream
     from spmd_train.distributed import meet
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
@@ -237,7 +288,7 @@ def _train_on(
     config = config.model_copy(update={"mesh": str(shape)})
     if jax.process_count() > 1 and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")
-    stream = _stream(config)
+    stream = open_stream(config)
     step, resolved = build_step(config, mesh)
     session = Session(
         config=config,
@@ -324,6 +375,54 @@ def show(request: Show) -> None:
         report.print_meta(meta, path)
 
 
+def data_prepare(request: DataPrepare) -> None:
+    """Prepare a corpus and say what came of it."""
+    from spmd_train.data.prepare import Options, prepare
+
+    if request.eos and request.no_eos:
+        raise RequestError("--eos and --no-eos exclude each other.")
+    prepare(
+        Options(
+            inputs=request.inputs,
+            out=_path(request.out),
+            tokenizer=request.tokenizer,
+            train_bpe=request.train_bpe,
+            text_field=request.text_field,
+            format=request.format,
+            chat_template=_path(request.chat_template) if request.chat_template else None,
+            bos=request.bos,
+            eos=request.eos or (False if request.no_eos else None),
+            workers=request.workers,
+            skip_bad=request.skip_bad,
+        )
+    )
+    print(f"inspect:  spmd-train data inspect {request.out}")
+
+
+def data_inspect(request: DataInspect) -> None:
+    """Print the report on a corpus."""
+    from rich.console import Console
+
+    from spmd_train.data.inspect import inspect, show
+
+    report = inspect(_path(request.path), request.samples)
+    if request.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report, Console())
+
+
+_FUNCTIONS: dict[type, Any] = {
+    Train: train,
+    Generate: generate,
+    Ls: list_steps,
+    Verify: list_steps,
+    Show: show,
+    DataPrepare: data_prepare,
+    DataInspect: data_inspect,
+}
+
+
 def _allow_float64() -> None:
     """JAX makes float64 of nothing unless asked to; everything else names its own dtype."""
     import jax
@@ -339,27 +438,6 @@ def _path(text: str | None) -> Any:
 
 def _silent(*args: Any) -> None:
     """What processes other than the first say."""
-
-
-def _stream(config: Any) -> Any:
-    from spmd_train.data.batches import Stream
-    from spmd_train.data.source import load_tokens
-    from spmd_train.data.tokenizer import tokenizer
-
-    if config.data.packing != "windows":
-        raise RequestError(
-            f"data.packing={config.data.packing} needs a prepared corpus, which this version cannot"
-            " read yet; use data.packing=windows."
-        )
-    length, size = config.batch.sequence_length, config.batch.global_size
-    tokens = load_tokens(
-        config.data.source,
-        tokenizer(config.data.tokenizer),
-        model_vocab=config.model.vocab,
-        sequence_length=length,
-        global_size=size,
-    )
-    return Stream(tokens, length, size, config.seed)
 
 
 def _throughput(config: Any, step: Any, mesh: Any) -> Any:

@@ -330,13 +330,26 @@ class DataConfig(_Section):
     """What is trained on."""
 
     source: str | None = Field(
-        default=None, description="Data to read; null means the bundled sample."
+        default=None,
+        description="A text file, a directory of `data prepare`, or a Megatron .bin; null means "
+        "the bundled sample.",
     )
-    tokenizer: Literal["bytes"] = Field(default="bytes", description="How text becomes token ids.")
+    mixing: dict[str, float] | None = Field(
+        default=None,
+        description="Several of these instead, each with its share of the rows: {a: 0.7, b: 0.3}.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="bytes, or the path of a tokenizer; null: a prepared corpus's own, bytes for a "
+        "text file.",
+    )
     packing: Literal["windows", "documents", "padded"] = Field(
         default="windows",
-        description="What a row holds: a window of the whole text, several documents that do not "
-        "see each other, or one document and padding.",
+        description="Rows of a text without end (windows), with every document on its own in them "
+        "(documents), or of one document each (padded).",
+    )
+    eval_fraction: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Share of the documents that are not trained on."
     )
 
     @property
@@ -346,6 +359,28 @@ class DataConfig(_Section):
         One document with padding after it needs no more than the causal mask.
         """
         return self.packing == "documents"
+
+    @field_validator("mixing")
+    @classmethod
+    def _check_weights(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and not value:
+            raise ValueError("data.mixing is empty; name at least one corpus, or leave it out.")
+        for path, weight in (value or {}).items():
+            if weight <= 0:
+                raise ValueError(
+                    f"data.mixing gives {path!r} the weight {weight:g}; a weight is above 0: give a"
+                    " small one such as 0.01, or leave the corpus out."
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _check_one_origin(self) -> DataConfig:
+        if self.source is not None and self.mixing is not None:
+            raise ValueError(
+                f"data.source={self.source} and data.mixing are both given; leave one out, or give "
+                "the source a weight in data.mixing."
+            )
+        return self
 
 
 class CheckpointConfig(_Section):

@@ -96,6 +96,8 @@ def _type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return str(args[0]) if len(args) == 1 else f"one of {listed(args)}"
     if origin in (Union, types.UnionType):
         return " or ".join(_type_text(arg, metadata) for arg in args)
+    if origin is dict:
+        return f"a mapping from {_type_text(args[0])} to {_type_text(args[1])}"
     if origin is tuple:
         length = "" if args[-1] is Ellipsis else f" of {len(args)}"
         return f"a list{length}, each {_type_text(args[0])}"

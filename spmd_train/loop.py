@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from spmd_train.checkpoint.contents import describe
 from spmd_train.checkpoint.files import Keep
 from spmd_train.checkpoint.manager import Checkpoints, Saved
 from spmd_train.config import Config
-from spmd_train.data.batches import Batch, Stream, prefetch, shift
+from spmd_train.data.batches import Batch, prefetch
+from spmd_train.data.stream import Stream, repetition
 from spmd_train.distributed import meet
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.preemption import Preemption
@@ -66,11 +66,9 @@ class Session:
         return min(self.config.steps, self.stop_after or self.config.steps)
 
     @property
-    def data_fingerprint(self) -> str:
+    def data_fingerprint(self) -> dict[str, Any]:
         """Changes with anything that changes the order or content of the samples."""
-        s = self.stream
-        order = f"{s.sequence_length} {s.global_size} {s.seed} ".encode()
-        return hashlib.sha256(order + s.tokens.tobytes()).hexdigest()
+        return self.stream.identity
 
 
 def run(session: Session) -> int:
@@ -94,6 +92,7 @@ def run(session: Session) -> int:
         state, done = start.state, start.step
         if main:
             session.run.write_config(config)
+            session.run.write_tokenizer(session.stream.tokenizer)
         log.truncate_after(done)
         _log_start(session, log, start)
         batches = stack.enter_context(prefetch(_batches(session, done)))
@@ -156,7 +155,7 @@ def _batches(session: Session, first: int) -> Iterator[tuple[np.ndarray, Batch]]
     step = first
     while True:
         ids = session.stream.sample_ids(step)
-        yield ids, session.step.micro_batched(shift(session.stream.rows(ids)))
+        yield ids, session.step.micro_batched(session.stream.batch(ids))
         step += 1
 
 
@@ -190,6 +189,10 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
         log.event("damaged", step=step, problems=problems)
     if start.found.damaged and jax.process_index() == 0:
         print(spell_damage(start.found), file=sys.stderr)
+    epochs = session.stream.epochs(session.config.steps)
+    if jax.process_index() == 0:
+        for line in repetition(epochs):
+            print(line, file=sys.stderr)
     policy = session.step.spec.policy
     log.event(
         "restored" if session.resume else "start",
@@ -201,6 +204,7 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
         versions={"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         resolved=asdict(session.resolved),
         precision=policy.described(),
+        epochs={name: round(float(count), 4) for name, count in epochs.items()},
         **({"parameters_from": start.source} if start.source else {}),
     )
     if session.resume and start.found.step is None:

@@ -1,7 +1,7 @@
 """A run directory: where a run writes, and how it is opened again.
 
 ```
-config.yaml   metrics.jsonl   events.jsonl   checkpoints/
+config.yaml   tokenizer.json   metrics.jsonl   events.jsonl   checkpoints/
 ```
 """
 
@@ -17,6 +17,8 @@ from pydantic import ValidationError
 
 from spmd_train import config as configuration
 from spmd_train.config import Config
+from spmd_train.data.tokenizer import ByteTokenizer, Tokenizer
+from spmd_train.data.tokenizer import tokenizer as open_tokenizer
 from spmd_train.errors import RequestError, RunError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
@@ -24,6 +26,7 @@ FREE_ON_RESUME = (
     *("mesh", "steps", "name", "precision.policy", "log.", "checkpoint.", "watchdog."),
     *("guard.max_consecutive_skips", "guard.diagnoses", "guard.rollback_after"),
     "guard.replicas_every",
+    *("data.source", "data.mixing", "data.tokenizer"),  # paths; the checkpoint knows the contents
 )
 
 
@@ -66,6 +69,39 @@ class RunDirectory:
             part.replace(self.config)
         except OSError as error:
             raise RunError(f"cannot write {self.config} ({error.strerror}).") from error
+
+    def write_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Copy the tokenizer, so that the run says what its ids mean wherever its corpus goes.
+
+        Raises:
+            RunError: the disk is full, or the place cannot be written.
+        """
+        try:
+            if tokenizer is not None:
+                tokenizer.save(self.path)
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path} ({error.strerror}).") from error
+
+    def read_tokenizer(self, fingerprint: str | None) -> Tokenizer:
+        """The tokenizer with the fingerprint that a checkpoint of the run states.
+
+        Raises:
+            RequestError: the run never had one, or its file is missing or another.
+        """
+        if fingerprint is None:
+            raise RequestError(
+                f"{self.path} was trained on ids of which no tokenizer is known; resume it with "
+                "data.tokenizer set, and it has one."
+            )
+        if fingerprint == ByteTokenizer.fingerprint:
+            return ByteTokenizer()
+        found = open_tokenizer(str(self.path))
+        if found.fingerprint != fingerprint:
+            raise RequestError(
+                f"the tokenizer in {self.path} (SHA-256 {found.fingerprint[:12]}) is not the one "
+                f"that the run was trained with ({fingerprint[:12]}); put that one back."
+            )
+        return found
 
     def saved_config(self) -> Path:
         """The path of `config.yaml`.
@@ -124,7 +160,8 @@ def resumed_config(
     if differing:
         raise RequestError(
             f"--resume cannot change what the run learns: {'; '.join(differing)}. "
-            "May change: mesh, steps, precision.policy, log, checkpoint, watchdog, most guard keys."
+            "May change: mesh, steps, precision.policy, log, checkpoint, watchdog, most guard keys "
+            "and where the same data lie."
         )
     return requested
 
@@ -161,7 +198,7 @@ def _differences(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     for key, mine in ours.items():
-        if isinstance(mine, Mapping):
+        if isinstance(mine, Mapping) and isinstance(theirs[key], Mapping):
             yield from _differences(mine, theirs[key], f"{prefix}{key}.")
         elif mine != theirs[key]:
             yield f"{prefix}{key}", mine, theirs[key]

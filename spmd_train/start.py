@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_train import runs
 from spmd_train.checkpoint.manager import NOTHING_FOUND, Checkpoints, Found
 from spmd_train.config import Config
+from spmd_train.data.manifest import first_difference
 from spmd_train.errors import RequestError, RunError
 from spmd_train.runs import RunDirectory
 from spmd_train.state import StateSpec, TrainState
@@ -34,7 +36,7 @@ def resume(
     checkpoints: Checkpoints,
     config: Config,
     spec: StateSpec,
-    data_fingerprint: str,
+    data_fingerprint: Mapping[str, Any],
 ) -> Start:
     """The newest sound step of a run, on whatever mesh `spec` is for.
 
@@ -59,10 +61,10 @@ def resume(
             f"{key} is {ours} in {run.config} and {theirs} in its checkpoint of step {step}; "
             "a checkpoint goes on only as what it was."
         )
-    if meta["data"] != data_fingerprint:
+    if difference := first_difference(meta["data"], data_fingerprint):
         raise RequestError(
-            f"--resume: the text or its windows differ from those {run.path} was trained "
-            "on; give the same data.source, sequence length, global size and seed."
+            f"--resume: the data are not those that {run.path} was trained on: {difference}; give "
+            "the same corpora, prepared with the same tokenizer."
         )
     saved = checkpoints.restore(step, spec.abstract_canonical())
     return Start(spec.from_canonical(saved), step, meta["policy"]["name"], None, found)

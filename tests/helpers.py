@@ -25,6 +25,8 @@ import optax
 from spmd_train.build import build_step, put_batch
 from spmd_train.config import Config, load
 from spmd_train.data.batches import Batch, shift
+from spmd_train.data.source import TokenSource
+from spmd_train.data.stream import Stream
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.model import build_model
 from spmd_train.model.model import Model, unpad
@@ -95,6 +97,13 @@ def token_rows(config: Config) -> np.ndarray:
     high = min(config.model.vocab, 61)
     size = (config.batch.global_size, config.batch.sequence_length + 1)
     return np.random.default_rng(5).integers(0, high, size).astype(np.int32)
+
+
+def stream_of(tokens: Any, length: int, global_size: int, seed: int, **more: Any) -> Stream:
+    """The stream of one corpus of a single document."""
+    tokens = np.asarray(tokens)
+    source = TokenSource("it", tokens, np.array([0, tokens.size]), "its content")
+    return Stream((source,), length, global_size, seed, **more)
 
 
 def lengths_of(config: Config) -> np.ndarray:

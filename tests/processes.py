@@ -23,12 +23,12 @@ SMALL = (
 
 SLOW_DATA = """
 import time
-import spmd_train.data.batches as batches
-rows = batches.Stream.rows
-def slow_rows(stream, step):
+from spmd_train.data.stream import Stream
+batch = Stream.batch
+def slow_rows(stream, ids):
     time.sleep(0.2)
-    return rows(stream, step)
-batches.Stream.rows = slow_rows
+    return batch(stream, ids)
+Stream.batch = slow_rows
 """
 """A run slow enough to be met in the middle."""
 

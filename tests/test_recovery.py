@@ -12,16 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import Run, assert_same_bits, learned
+from helpers import Run, assert_same_bits, learned, stream_of
 from jax.experimental.compilation_cache import compilation_cache
 from test_replicas import flipped
 
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.cli import main
 from spmd_train.config import load
-from spmd_train.data.batches import Stream
-from spmd_train.data.source import load_tokens
-from spmd_train.data.tokenizer import tokenizer
+from spmd_train.data.stream import open_stream
 from spmd_train.recovery import Recovery
 from spmd_train.runs import RunDirectory
 from spmd_train.state import TrainState
@@ -49,7 +47,7 @@ def one_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two bad windows, in steps 5 and 6 of the stream, which start at its position 4 x SIZE."""
     clean = np.random.default_rng(0).integers(97, 123, WINDOWS * LENGTH + 1).astype(np.uint8)
-    order = Stream(clean.astype(np.int32), LENGTH, SIZE, 0)
+    order = stream_of(clean, LENGTH, SIZE, 0)
     for step in (4, 5):
         clean[order.sample_ids(step)[0] * LENGTH + 3] = ord("#")
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -74,13 +72,10 @@ def by_hand(text: Path, steps: list[int], mesh: str = "1x1x1", total: int = 9) -
     """What training on these steps' batches alone learns, with the very step that runs."""
     config = load(None, sets(text), mesh=mesh, steps=total)
     reference = Run(config, {})
-    tokens = load_tokens(
-        str(text), tokenizer("bytes"), model_vocab=256, sequence_length=LENGTH, global_size=SIZE
-    )
-    stream = Stream(tokens, LENGTH, SIZE, config.seed)
+    stream = open_stream(config)
     state = reference.spec.init(config.seed)
     for step in steps:
-        rows = stream.rows(stream.sample_ids(step))
+        rows = stream.rows(stream.sample_ids(step)).tokens
         state, _ = reference(state, reference.batch(rows, np.full(SIZE, LENGTH)))
     return learned(state)
 

@@ -12,14 +12,11 @@ CHECK = """
 import sys
 import spmd_train
 from spmd_train.config import bundled_configs, load
-from spmd_train.data.source import load_tokens
-from spmd_train.data.tokenizer import tokenizer
+from spmd_train.data.source import open_source
 assert spmd_train.__file__.startswith(sys.argv[1]), spmd_train.__file__
 assert {"tiny", "small", "llama-1b", "llama-7b", "llama-30b", "llama-70b"} <= set(bundled_configs())
-size = load().batch.global_size
-text = tokenizer("bytes")
-tokens = load_tokens(None, text, model_vocab=256, sequence_length=128, global_size=size)
-print(tokens.size)
+assert load().data.source is None
+print(open_source(None, None, "data.source").tokens.size)
 """
 
 

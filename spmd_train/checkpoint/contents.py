@@ -34,13 +34,17 @@ _WORDS = {
 
 
 def describe(
-    step: int, canonical: Mapping[str, Any], config: Config, spec: StateSpec, data_fingerprint: str
+    step: int,
+    canonical: Mapping[str, Any],
+    config: Config,
+    spec: StateSpec,
+    data_fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The metadata of a step, plain JSON.
 
     Args:
         canonical: the tree that is saved, of arrays or `ShapeDtypeStruct`s.
-        data_fingerprint: of the samples and their order.
+        data_fingerprint: of the samples and their order, plain JSON.
     """
     axes = {f"params.{name}": leaf.axes for name, leaf in leaves(spec.leaves).items()}
     return {
@@ -54,7 +58,7 @@ def describe(
             for name, leaf in leaves(canonical).items()
         },
         "next_sample": step * config.batch.global_size,
-        "data": data_fingerprint,
+        "data": dict(data_fingerprint),
         "mesh": config.mesh,
         "processes": jax.process_count(),
         "policy": spec.policy.described(),

@@ -1,14 +1,6 @@
-"""The order of the data, as a pure function of (seed, step), and the shapes a step receives.
+"""The shapes a step receives, made on the host, and made ahead of the step that reads them.
 
-    corpus   |t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          sequence_length T = 4
-    window 0  [t0 t1 t2 t3 t4]                        T + 1 tokens, stride T: each token is
-    window 1              [t4 t5 t6 t7 t8]            the target of exactly one window
-    order     17 3 11 0 ... | 5 17 2 ... | ...        one shuffle per epoch, never ending
-    step 0    ^^^^^^^   step 1 the next B, ...        B = global_size contiguous entries
-
-No iterator state exists: the step number is the whole position in the data. Mesh, process count
-and micro-batches do not appear in the order, so a run resumed on other hardware reads on exactly
-where it left off (public case P20). Letters: B batch, T sequence, M micro-batches.
+Letters: B batch, T sequence, M micro-batches.
 """
 
 from __future__ import annotations
@@ -17,55 +9,19 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import grain
 import jax
 import numpy as np
 
-from spmd_train.data.source import window_count
 from spmd_train.errors import RequestError, listed, nearest_divisors
 
 Item = TypeVar("Item")
 
 IGNORE = -1
 """The target of a position that is not trained on: no vocabulary has this id."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """The endless shuffled stream of windows over `tokens`, addressed by step (from 0)."""
-
-    tokens: np.ndarray
-    sequence_length: int
-    global_size: int
-    seed: int
-
-    @property
-    def windows(self) -> int:
-        """Windows in one epoch; a tail shorter than a window is not used."""
-        return window_count(len(self.tokens), self.sequence_length)
-
-    @cached_property
-    def _order(self) -> grain.MapDataset[int]:
-        """Position in the stream -> window. Grain hashes the index: no permutation is stored.
-
-        Epoch e is shuffled with seed + e (grain 0.2.18), so neighbouring seeds share epochs.
-        """
-        return grain.MapDataset.source(range(self.windows)).shuffle(seed=self.seed).repeat()
-
-    def sample_ids(self, step: int) -> np.ndarray:
-        """The window indices of global batch `step`, in row order. [B]"""
-        first = step * self.global_size
-        return np.array([self._order[first + row] for row in range(self.global_size)], np.int64)
-
-    def rows(self, sample_ids: np.ndarray) -> np.ndarray:
-        """The tokens of these windows, int32. [B, T+1]"""
-        starts = sample_ids * self.sequence_length
-        offsets = np.arange(self.sequence_length + 1)
-        return self.tokens[starts[:, None] + offsets].astype(np.int32)
 
 
 @partial(
@@ -88,11 +44,13 @@ def shift(
     rows: np.ndarray,
     lengths: Sequence[int] | np.ndarray | None = None,
     segments: np.ndarray | None = None,
+    supervised: np.ndarray | None = None,
 ) -> Batch:
     """Rows [B, T+1] as inputs and targets [B, T]; row i trains its first `lengths[i]` targets.
 
     Of documents packed in a row, `segments` [B, T+1] numbers each token's from 1, every document
-    one run; 0 is padding. No target is another document's, or padding.
+    one run; 0 is padding. No target is another document's, or padding. With `supervised` [B, T+1],
+    a token is a target only where it is true.
 
     On the host, since slicing a sequence-sharded array on the device makes the partitioner emit
     a collective-permute, which hangs inside loops of unequal length (docs/design.md).
@@ -102,6 +60,8 @@ def shift(
     if lengths is not None:
         beyond = np.arange(targets.shape[1]) >= np.asarray(lengths)[:, None]
         targets[beyond] = IGNORE
+    if supervised is not None:
+        targets[~supervised[:, 1:]] = IGNORE
     if segments is None:
         return Batch(inputs, targets)
     of_inputs = np.ascontiguousarray(segments[:, :-1], dtype=np.int32)

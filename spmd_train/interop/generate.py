@@ -18,7 +18,6 @@ import numpy as np
 from spmd_train.build import build_step
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config
-from spmd_train.data.tokenizer import tokenizer
 from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.runs import RunDirectory
@@ -50,13 +49,18 @@ def continue_text(
     Raises:
         RequestError: the prompt is empty, or the run has no complete checkpoint.
     """
-    text = tokenizer(config.data.tokenizer)
-    tokens = [int(t) for t in text.encode(prompt)]
-    if not tokens:
-        raise RequestError("--prompt is empty; give at least one character to continue.")
-    mesh, _ = build_mesh(MeshShape(), platform)
-    step, _ = build_step(config, mesh)
-    params = _restore(run, step)
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        found = checkpoints.newest_sound()
+        newest = sound_step(found, run)
+        text = run.read_tokenizer(checkpoints.meta(newest)["data"]["tokenizer"])
+        tokens = [int(t) for t in text.encode(prompt)]
+        if not tokens:
+            raise RequestError("--prompt is empty; give at least one character to continue.")
+        mesh, _ = build_mesh(MeshShape(), platform)
+        step, _ = build_step(config, mesh)
+        params = step.spec.image(load_parameters(checkpoints, newest, step.spec))
+    if found.damaged:
+        print(spell_damage(found), file=sys.stderr)
     model, length = step.pipeline.model, config.batch.sequence_length
 
     @jax.jit
@@ -80,12 +84,3 @@ def continue_text(
         if not now.endswith("\ufffd") or i == sampling.max_tokens - 1:
             yield now[len(shown) :]
             shown = now
-
-
-def _restore(run: RunDirectory, step: Any) -> Any:
-    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        found = checkpoints.newest_sound()
-        params = load_parameters(checkpoints, sound_step(found, run), step.spec)
-    if found.damaged:
-        print(spell_damage(found), file=sys.stderr)
-    return step.spec.image(params)

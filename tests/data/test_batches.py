@@ -1,4 +1,4 @@
-"""The order of the data against lists written here, and the shapes against plain loops."""
+"""The shapes that a step reads, against plain loops; building them ahead."""
 
 import threading
 import time
@@ -6,83 +6,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from spmd_train.data.batches import IGNORE, Batch, Stream, micro_batched, prefetch, shift
+from spmd_train.data.batches import IGNORE, Batch, micro_batched, prefetch, shift
 from spmd_train.errors import RequestError
-
-GOLDEN = [5, 7, 6, 0, 4, 8, 9, 2, 1, 3]  # 10 windows, seed 1, grain 0.2.18: must never change
-
-
-def one_token_rows(count, *, global_size, seed=0):
-    """P20's data: row i holds the token i."""
-    return Stream(np.arange(count + 1, dtype=np.uint8), 1, global_size, seed)
-
-
-def test_golden_order():
-    stream = one_token_rows(10, global_size=5, seed=1)
-    assert np.concatenate([stream.sample_ids(s) for s in range(2)]).tolist() == GOLDEN
-
-
-@given(
-    length=st.integers(1, 9),
-    extra=st.integers(0, 100),
-    size=st.integers(1, 12),
-    step=st.integers(0, 10**9),
-)
-def test_rows_are_the_windows_of_the_ids(length, extra, size, step):
-    tokens = (np.arange(length + 1 + extra) * 37 % 251).astype(np.uint8)
-    stream = Stream(tokens, length, size, seed=3)
-    rows = stream.rows(stream.sample_ids(step))
-    assert rows.dtype == np.int32
-    assert rows.shape == (size, length + 1)
-    for row, window in zip(rows, stream.sample_ids(step), strict=True):
-        start = int(window) * length
-        assert row.tolist() == tokens[start : start + length + 1].tolist()
-
-
-def test_each_token_is_the_target_of_one_window():
-    stream = Stream(np.arange(41), 8, 5, seed=0)
-    targets = shift(stream.rows(stream.sample_ids(0))).targets
-    assert sorted(targets.ravel()) == list(range(1, 41))
-
-
-def test_public_case_p20_each_id_once_per_epoch():
-    stream = one_token_rows(64, global_size=8)
-    epochs = [
-        np.concatenate(
-            [stream.rows(stream.sample_ids(step))[:, 0] for step in range(first, first + 8)]
-        )
-        for first in (0, 8)
-    ]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(64))] * 2
-    assert epochs[0].tolist() != epochs[1].tolist() != list(range(64))
-
-
-def test_public_case_p20_resume_is_the_uninterrupted_run():
-    run = one_token_rows(64, global_size=8)
-    uninterrupted = [run.rows(run.sample_ids(step)) for step in range(12)]
-    resumed = one_token_rows(64, global_size=8)  # a fresh process: nothing but the step number
-    for step in (3, 11, 0, 7):
-        np.testing.assert_array_equal(resumed.rows(resumed.sample_ids(step)), uninterrupted[step])
-
-
-def test_the_global_batch_size_only_cuts_the_same_order():
-    by_eight, by_four = (one_token_rows(64, global_size=size) for size in (8, 4))
-    halves = np.concatenate([by_four.sample_ids(6), by_four.sample_ids(7)])
-    assert halves.tolist() == by_eight.sample_ids(3).tolist()
-
-
-def test_batches_cross_the_end_of_an_epoch_without_loss():
-    stream = one_token_rows(10, global_size=4)
-    ids = np.concatenate([stream.sample_ids(step) for step in range(5)])
-    assert sorted(ids[:10]) == sorted(ids[10:]) == list(range(10))
-
-
-def test_seeds_differ():
-    orders = {tuple(one_token_rows(64, global_size=64, seed=s).sample_ids(0)) for s in range(5)}
-    assert len(orders) == 5
 
 
 def test_shift_against_a_loop():
@@ -128,9 +54,29 @@ def test_no_target_is_another_documents_or_padding():
         assert mine.tolist() == [[whole[m].tolist(), whole[2 + m].tolist()] for m in range(2)]
 
 
+def test_shift_keeps_documents_apart():
+    """Public case P21: A = 5 6 7 2, B = 9 8 7 6 2 and 7 of padding; 3 + 4 targets."""
+    row = np.array([[5, 6, 7, 2, 9, 8, 7, 6, 2] + [0] * 7])
+    segments = np.array([[1] * 4 + [2] * 5 + [0] * 7])
+    batch = shift(row, segments=segments)
+    no = IGNORE
+    assert batch.targets.tolist() == [[6, 7, 2, no, 8, 7, 6, 2] + [no] * 7]
+    assert batch.segments.tolist() == [[1] * 4 + [2] * 5 + [0] * 6]
+    assert batch.segments.dtype == np.int32
+
+
+def test_shift_trains_only_what_is_supervised():
+    supervised = np.array([[True, False, True, True], [False, False, False, True]])
+    batch = shift(np.arange(8).reshape(2, 4), supervised=supervised)
+    assert batch.targets.tolist() == [[IGNORE, 2, 3], [IGNORE, IGNORE, 7]]
+    both = shift(np.arange(8).reshape(2, 4), None, np.ones((2, 4)), supervised)
+    assert both.targets.tolist() == batch.targets.tolist()
+
+
 def test_micro_batches_are_contiguous_rows():
     batch = shift(np.arange(6 * 4).reshape(6, 4))
     split = micro_batched(batch, 3)
+    assert split.segments is None
     assert split.inputs.shape == split.targets.shape == (3, 2, 3)
     for row in range(6):
         assert split.inputs[row // 2, row % 2].tolist() == batch.inputs[row].tolist()
