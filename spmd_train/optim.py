@@ -26,7 +26,7 @@ from spmd_train.precision import Policy
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 
 if TYPE_CHECKING:
-    from spmd_train.config import OptimConfig
+    from spmd_train.config_groups import OptimConfig
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:

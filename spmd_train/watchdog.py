@@ -28,7 +28,7 @@ from typing import Literal
 
 import jax
 
-from spmd_train.config import WatchdogConfig
+from spmd_train.config_groups import WatchdogConfig
 from spmd_train.distributed import Board, BoardLostError, on_abort
 from spmd_train.errors import RequestError, RunError, end_process, listed
 from spmd_train.telemetry.records import RunLog

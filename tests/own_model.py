@@ -19,7 +19,7 @@ from flax import nnx
 from spmd_train.model import Architecture, BlockContext, VocabRows, decoder
 
 if TYPE_CHECKING:
-    from spmd_train.config import ModelConfig
+    from spmd_train.config_groups import ModelConfig
 
 POSITIONS = 32
 

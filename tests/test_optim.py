@@ -16,7 +16,7 @@ import optax
 import pytest
 from helpers import FAST, T0, T1, Run, configure, named, run
 
-from spmd_train.config import GuardConfig, LossScaleConfig, OptimConfig
+from spmd_train.config_groups import GuardConfig, LossScaleConfig, OptimConfig
 from spmd_train.errors import RequestError
 from spmd_train.model import build_model
 from spmd_train.optim import base_optimizer, learning_rate

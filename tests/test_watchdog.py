@@ -26,7 +26,7 @@ from processes import (
 
 from spmd_train import watchdog as module
 from spmd_train.cli import main
-from spmd_train.config import WatchdogConfig
+from spmd_train.config_groups import WatchdogConfig
 from spmd_train.distributed import BoardLostError
 from spmd_train.errors import RunError
 from spmd_train.telemetry.records import read_jsonl

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spmd_train.distributed import agreed
 
 if TYPE_CHECKING:
-    from spmd_train.config import CheckpointConfig
+    from spmd_train.config_groups import CheckpointConfig
 
 
 class Cadence:

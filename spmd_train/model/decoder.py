@@ -18,7 +18,7 @@ from spmd_train.model.attention import attend
 from spmd_train.model.protocol import Architecture, BlockContext, VocabRows
 
 if TYPE_CHECKING:
-    from spmd_train.config import ModelConfig
+    from spmd_train.config_groups import ModelConfig
 
 INIT_STD = 0.02
 

@@ -26,7 +26,7 @@ from spmd_train.model.protocol import Architecture, BlockContext, VocabRows, dro
 from spmd_train.sharding import Layout, Leaf, tree_map_leaves
 
 if TYPE_CHECKING:
-    from spmd_train.config import ModelConfig
+    from spmd_train.config_groups import ModelConfig
 
 Params = Any
 EMBED_SALT = 2**30  # a dropout site no layer uses

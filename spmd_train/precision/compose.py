@@ -22,7 +22,7 @@ from spmd_train.precision.master import MasterState, with_fp32_master
 from spmd_train.precision.policy import Policy
 
 if TYPE_CHECKING:
-    from spmd_train.config import GuardConfig, LossScaleConfig
+    from spmd_train.config_groups import GuardConfig, LossScaleConfig
 
 
 def compose(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from spmd_train.errors import RequestError
 
 if TYPE_CHECKING:
-    from spmd_train.config import PrecisionConfig
+    from spmd_train.config_groups import PrecisionConfig
 
 DType = Any
 

@@ -1,7 +1,7 @@
 """Saving by steps and by a clock that the test moves."""
 
 from spmd_train.checkpoint.cadence import Cadence
-from spmd_train.config import CheckpointConfig
+from spmd_train.config_groups import CheckpointConfig
 
 
 def saved(config: CheckpointConfig, seconds_a_step: float, steps: int) -> list[int]:

@@ -1,0 +1,174 @@
+"""What can be asked on the command line: one dataclass a command, its flags and their help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model on a mesh of devices (the default command).
+
+    Example: python -m spmd_train --mesh 4x2x4
+
+    Example: python -m spmd_train train --config small --mesh data=2,stage=2 --set optim.lr=1e-3
+    """
+
+    mesh: str | None = None
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4. Default: all devices on data."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in optim.lr=3e-4; any number of times."""
+    steps: int | None = None
+    """Length of the run and of its learning-rate schedule."""
+    stop_after: int | None = None
+    """Save and leave after this step, as a preemption would; --resume goes on."""
+    out: str | None = None
+    """Run directory. Default: runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the run in --out from its newest sound checkpoint."""
+    init_from: str | None = None
+    """Start a new run from the parameters (without --config: and configuration) of this one."""
+    platform: Platform | None = None
+    """Refuse to run on anything else. Default: what JAX finds."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a trained model.
+
+    Example: python -m spmd_train generate --run runs/a --prompt "It is a truth"
+    """
+
+    run: str
+    """Run directory."""
+    prompt: str
+    """Text to continue."""
+    max_tokens: int = 200
+    """Number of tokens to add."""
+    temperature: float = 0.8
+    """Randomness of the choice; 0 always takes the likeliest token."""
+    seed: int = 0
+    """Seed of the choice."""
+    platform: Platform | None = None
+    """Refuse to run on anything else. Default: what JAX finds."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    run: tyro.conf.Positional[str]
+    """Run directory."""
+    step: int | None = None
+    """This step alone."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
+class Ls(_Steps):
+    """List the steps of a run, without reading their contents.
+
+    Example: python -m spmd_train checkpoint ls runs/a
+    """
+
+
+@dataclass(frozen=True)
+class Verify(_Steps):
+    """Read every file of a run's steps and compare it with its checksum; 1 if any is damaged.
+
+    Example: python -m spmd_train checkpoint verify runs/a
+    """
+
+
+@dataclass(frozen=True)
+class Show(_Steps):
+    """Say what a step (the newest, unless --step is given) holds: arrays, counters, configuration.
+
+    Example: python -m spmd_train checkpoint show runs/a --step 40
+    """
+
+
+@dataclass(frozen=True)
+class DataPrepare:
+    """Turn texts into token ids to train on; killed and repeated, it goes on where it was.
+
+    Example: python -m spmd_train data prepare books/ --train-bpe 8192 --out data/books
+
+    Example: python -m spmd_train data prepare chats.jsonl --tokenizer llama/tokenizer.json
+    --chat-template llama/chat_template.jinja --out data/chats
+
+    Example: python -m spmd_train data prepare "web/*.jsonl.zst" --tokenizer llama/tokenizer.json
+    --out data/web --workers 16 --skip-bad
+    """
+
+    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT...")]
+    """Files, directories, globs: .txt (one document), .jsonl, .jsonl.gz, .jsonl.zst, .parquet."""
+    out: str
+    """Directory to make."""
+    tokenizer: str | None = None
+    """bytes, or the path of a tokenizer.json, a SentencePiece .model, or a directory with one."""
+    train_bpe: int | None = None
+    """Train a byte-level BPE of so many ids on the input instead."""
+    text_field: str = "text"
+    """Field (.jsonl) or column (.parquet) that holds the text; a.b is a field in a field."""
+    format: Literal["auto", "text", "messages", "prompt-completion"] = "auto"
+    """What a line of a .jsonl is: a text, or a conversation or a prompt with its completion, of
+    which only the assistant's turns or the completion are learned. Default: what the first is."""
+    chat_template: str | None = None
+    """Jinja file that makes texts of conversations. Default: ChatML."""
+    bos: bool = False
+    """Begin each document with the tokenizer's BOS."""
+    eos: bool = False
+    """End each document with its EOS, or fail if it has none. Default: if it has one, but for
+    conversations, which their template ends."""
+    no_eos: bool = False
+    """Do not end documents with an EOS."""
+    workers: int | None = None
+    """Processes. Default: one a core. The result does not depend on it."""
+    skip_bad: bool = False
+    """Leave out, count and list records that cannot be used, instead of stopping at the first."""
+
+
+@dataclass(frozen=True)
+class DataInspect:
+    """Show what a prepared corpus, or a Megatron .bin and .idx, holds.
+
+    Example: python -m spmd_train data inspect data/books --samples 5
+    """
+
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    """Directory of `data prepare`, or the path of a .bin or .idx."""
+    samples: int = 3
+    """Number of documents shown."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+Steps = (
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+)
+Data = (
+    Annotated[DataPrepare, tyro.conf.subcommand("prepare")]
+    | Annotated[DataInspect, tyro.conf.subcommand("inspect")]
+)
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[
+        Steps,
+        tyro.conf.subcommand(
+            "checkpoint", description="List, verify or show the checkpoints of a run."
+        ),
+    ]
+    | Annotated[
+        Data, tyro.conf.subcommand("data", description="Prepare and inspect what is trained on.")
+    ]
+)
