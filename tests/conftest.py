@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers.py, own_model.py
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command in this process asks for fewer
+
+# Whole runs compile the same few programs again and again, here and in processes of their own.
+cache = tempfile.mkdtemp(prefix="spmd_train_tests_")
+atexit.register(shutil.rmtree, cache, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"
+jax.config.update("jax_compilation_cache_dir", cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 # No test is timed: a slow machine is not a failure.
 hypothesis.settings.register_profile("untimed", deadline=None)

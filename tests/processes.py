@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,19 +38,10 @@ def arguments(out: Path, mesh: str, steps: int, *sets: str) -> list[str]:
     return words + [word for item in (*SMALL, *sets) for word in ("--set", item)]
 
 
-@functools.cache
-def _cache() -> str:
-    path = tempfile.mkdtemp(prefix="spmd_train_tests_")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
-
-
 def environment(**more: str) -> dict[str, str]:
-    """Ours, the package, and a compilation cache for all tests of this session."""
+    """Ours, with the compilation cache of this session (conftest.py), and the package."""
     ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    cache = {"JAX_COMPILATION_CACHE_DIR": _cache()}
-    quick = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return ours | {"PYTHONPATH": str(ROOT)} | cache | quick | more
+    return ours | {"PYTHONPATH": str(ROOT)} | more
 
 
 def start(

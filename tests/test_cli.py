@@ -61,7 +61,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (sets("optim.lr=-1"), ["optim.lr", "> 0"]),
         (["--config", "NOT_YAML"], ["NOT_YAML", "line"]),
         (sets("data.source=EMPTY"), ["EMPTY", "empty"]),
-        (sets("data.packing=padded"), ["data.packing=padded", "prepared corpus", "windows"]),
         (sets("data.packing=packed"), ["one of windows, documents, padded"]),
         (["--platform", "gpu"], ["gpu", "platforms present"]),
         (["--resume"], ["--out"]),
@@ -167,6 +166,7 @@ def test_a_run_that_diverges_stops_and_says_why(
     assert [e["finding"]["cause"] for e in skipped if "finding" in e] == ["diverged"]
 
 
+@pytest.mark.slow
 def test_a_float64_master_trains_and_is_diagnosed(whole_run: Path, tmp_path: Path) -> None:
     """In processes of their own, since JAX's 64 bits are one switch for all."""
     good, bad = tmp_path / "good", tmp_path / "bad"

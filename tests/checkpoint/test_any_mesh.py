@@ -23,7 +23,7 @@ PLACES: list[Place] = [
     for mesh in ("1x1x1", "8x1x1", "1x8x1", "1x1x8", "2x2x2", "4x2x1")
     for zero in (1, 3)
 ]
-DEFAULT: list[Place] = [("2x2x2", 3), ("1x1x4", 1), ("1x1x1", 1)]
+DEFAULT: list[Place] = [("2x2x2", 3), ("1x1x4", 1)]
 BEFORE, AFTER = 3, 5
 
 

@@ -224,6 +224,18 @@ def test_buffers_may_be_donated_once_save_has_returned(tmp_path):
     assert not np.asarray(restored["x"]).any()
 
 
+def test_a_save_without_room_writes_nothing_and_says_how_much_it_takes(tmp_path, monkeypatch):
+    array = {"x": jnp.zeros(1_000_000)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, array, {})
+        checkpoints.wait()
+        monkeypatch.setattr(files, "free_bytes", lambda _: 2_000_000)
+        with pytest.raises(RunError, match=r"step 2: it takes 5 MB and .* has 2 MB free") as caught:
+            checkpoints.save(2, array, {})
+        assert "Saved and intact: 1." in str(caught.value)
+        assert {p.name for p in tmp_path.iterdir()} == {"1"}
+
+
 def test_relative_directories_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Checkpoints("run/checkpoints") as checkpoints:

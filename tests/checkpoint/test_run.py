@@ -208,7 +208,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-@pytest.mark.parametrize("trouble", ["full", "filled by another", "read-only"])
+@pytest.mark.parametrize(
+    "trouble",
+    [pytest.param("full", marks=pytest.mark.slow), "filled by another", "read-only"],
+)
 def test_a_disk_that_takes_no_more_ends_the_run_with_the_old_steps_sound(
     trouble: str,
     disk: Path,
