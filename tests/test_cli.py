@@ -151,6 +151,7 @@ def test_generate_continues_the_prompt(whole_run: Path, capsys: pytest.CaptureFi
     assert run("generate", "--run", whole_run, "--prompt", "") == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
