@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tyro.conf.OmitSubcommandPrefixes,
         ),
     )
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; we say it once
+    for talker in ("absl", "asyncio"):  # Orbax narrates, its failures too; we say it once
+        logging.getLogger(talker).setLevel(logging.CRITICAL)
     try:
         _FUNCTIONS[type(command)](command)
     except RequestError as error:
