@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any
 
 from jax.experimental import multihost_utils
@@ -80,12 +79,7 @@ class Preemption:
             threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._previous:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

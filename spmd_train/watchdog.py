@@ -23,7 +23,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import jax
@@ -177,12 +176,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._board is not None and error is not None:
             self._tell_failure(self._board, error)
         self._closing.set()

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -150,10 +149,5 @@ class Prefetch(Iterator[Item], Generic[Item]):
     def __enter__(self) -> Prefetch[Item]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spmd_train.data.files import write_whole
 from spmd_train.data.records import Format
 from spmd_train.data.tokenizer import Tokenizer, load_saved
+from spmd_train.disk import write_whole
 from spmd_train.errors import RequestError
 
 SKIPPED_LISTED = 1000

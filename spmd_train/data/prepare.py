@@ -39,7 +39,6 @@ from spmd_train.data.documents import (
     read,
     slices,
 )
-from spmd_train.data.files import sha256, write_whole
 from spmd_train.data.indexed import IndexedDataset, Writer, dtype_for
 from spmd_train.data.manifest import (
     InputFile,
@@ -55,6 +54,7 @@ from spmd_train.data.meter import Meter
 from spmd_train.data.records import Form, Format
 from spmd_train.data.shards import Job, Shard, Skipping, Summary
 from spmd_train.data.tokenizer import Tokenizer, load_saved, tokenizer, train_bpe
+from spmd_train.disk import sha256, write_whole
 from spmd_train.errors import RequestError, RunError
 
 _MIN_SHARD_BYTES = 2**21

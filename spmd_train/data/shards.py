@@ -22,11 +22,11 @@ from pydantic import BaseModel
 
 from spmd_train.data.chat import Spans
 from spmd_train.data.documents import BadRecord, Slice, read
-from spmd_train.data.files import write_whole
 from spmd_train.data.indexed import Writer, dtype_for
 from spmd_train.data.manifest import SKIPPED_LISTED, Skipped, parse_record
 from spmd_train.data.records import Form, Format, Piece
 from spmd_train.data.tokenizer import Tokenizer, load_saved
+from spmd_train.disk import write_whole
 from spmd_train.errors import RequestError
 
 _BATCH_CHARACTERS = 2**20

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from spmd_train.data.corpus import Corpus, open_corpus
-from spmd_train.data.files import sha256
 from spmd_train.data.tokenizer import Tokenizer, tokenizer
+from spmd_train.disk import sha256
 from spmd_train.errors import RequestError
 
 _SAMPLE_NAME = "the bundled sample text"

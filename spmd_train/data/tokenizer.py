@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmd_train.data.files import write_whole
+from spmd_train.disk import write_whole
 from spmd_train.errors import RequestError
 
 Ids = Iterable[int] | np.ndarray

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TextIO
 
 import rich.progress
@@ -95,12 +94,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
