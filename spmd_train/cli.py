@@ -11,12 +11,20 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from spmd_train.errors import RequestError, RunError, listed
 from spmd_train.requests import Command, DataInspect, DataPrepare, Generate, Ls, Show, Train, Verify
+
+if TYPE_CHECKING:
+    from spmd_train.mesh import MeshShape
+    from spmd_train.preemption import Preemption
+    from spmd_train.requests import Platform
+    from spmd_train.runs import Launch
+    from spmd_train.watchdog import Watchdog
 
 
 def entry() -> None:
@@ -68,25 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(request: Train) -> None:
     """Resolve the request, build the step, run the loop; every check comes before compilation."""
-    from spmd_train.config import load
     from spmd_train.mesh import MeshShape, prepare_devices
-    from spmd_train.runs import RunDirectory, new_run, resumed_config
 
-    if request.resume and request.out is None:
-        raise RequestError("--resume needs --out: the run directory to continue.")
-    if request.resume and request.init_from:
-        raise RequestError("--resume and --init-from exclude each other; give one of them.")
-    top = {"mesh": request.mesh, "steps": request.steps}
-    source = RunDirectory(_path(request.init_from)) if request.init_from else None
-    if request.resume:
-        run = RunDirectory(_path(request.out))
-        config = resumed_config(run, request.config, request.set, **top)
-    else:
-        base = source.saved_config() if source is not None else None
-        config = load(request.config or base, request.set, **top)
-        run = new_run(request.out, config.name)
-    if request.stop_after is not None and request.stop_after < 1:
-        raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
+    launch = _launch(request)
+    config = launch.config
     shape = MeshShape.parse(config.mesh) if config.mesh else None
     if shape is not None:
         from spmd_train.shape_rules import validate_shape
@@ -101,12 +94,44 @@ def train(request: Train) -> None:
     from spmd_train.watchdog import Watchdog
 
     board = join_processes(config.watchdog.silent_seconds)
-    with Watchdog(config.watchdog, run.path, board) as watchdog, Preemption(board) as preemption:
-        _train_on(shape, request, config, run, source, watchdog, preemption)
+    if board is not None and request.out is None:
+        raise RequestError("a run of several processes needs --out, the same for all of them.")
+    with (
+        Watchdog(config.watchdog, launch.run.path, board) as watchdog,
+        Preemption(board) as preemption,
+    ):
+        _train_on(launch, shape, request.platform, watchdog, preemption)
+
+
+def _launch(request: Train) -> Launch:
+    """What the flags ask for: a new run, or the next part of an old one."""
+    from spmd_train.config import load
+    from spmd_train.runs import Launch, RunDirectory, new_run, resumed_config
+
+    if request.resume and request.out is None:
+        raise RequestError("--resume needs --out: the run directory to continue.")
+    if request.resume and request.init_from:
+        raise RequestError("--resume and --init-from exclude each other; give one of them.")
+    if request.stop_after is not None and request.stop_after < 1:
+        raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
+    top = {"mesh": request.mesh, "steps": request.steps}
+    if request.resume:
+        run = RunDirectory(_path(request.out))
+        config = resumed_config(run, request.config, request.set, **top)
+        return Launch(config, run, resume=True, stop_after=request.stop_after)
+    source = RunDirectory(_path(request.init_from)) if request.init_from else None
+    base = source.saved_config() if source is not None else None
+    config = load(request.config or base, request.set, **top)
+    run = new_run(request.out, config.name)
+    return Launch(config, run, init_from=source, stop_after=request.stop_after)
 
 
 def _train_on(
-    shape: Any, request: Train, config: Any, run: Any, source: Any, watchdog: Any, preemption: Any
+    launch: Launch,
+    shape: MeshShape | None,
+    platform: Platform | None,
+    watchdog: Watchdog,
+    preemption: Preemption,
 ) -> None:
     """The part of `train` in which this process is one of a run's, and watched."""
     import jax
@@ -118,35 +143,29 @@ def _train_on(
     from spmd_train.loop import run as run_loop
     from spmd_train.mesh import build_mesh, describe
 
-    mesh, shape = build_mesh(shape, request.platform)
+    mesh, shape = build_mesh(shape, platform)
     meet("joined")
-    config = config.model_copy(update={"mesh": str(shape)})
-    if jax.process_count() > 1 and request.out is None:
-        raise RequestError("a run of several processes needs --out, the same for all of them.")
+    config = launch.config.model_copy(update={"mesh": str(shape)})
     stream = open_stream(config)
     step, resolved = build_step(config, mesh)
     session = Session(
-        config=config,
+        launch=replace(launch, config=config),
         step=step,
         stream=stream,
-        run=run,
         resolved=resolved,
         throughput=_throughput(config, step, mesh),
         watchdog=watchdog,
         preemption=preemption,
-        resume=request.resume,
-        init_from=source,
-        stop_after=request.stop_after,
     )
     say = print if jax.process_index() == 0 else _silent
     say(describe(mesh, shape))
     say(_describe_model(config, step, resolved))
     say(f"precision {step.spec.policy}")
     reached = run_loop(session)
-    say(f"step {reached} of {config.steps} saved in {run.path}")
+    say(f"step {reached} of {config.steps} saved in {launch.run.path}")
     if reached < config.steps:
-        say(f"continue:  spmd-train --resume --out {run.path}")
-    say(f'generate:  spmd-train generate --run {run.path} --prompt "It was"')
+        say(f"continue:  spmd-train --resume --out {launch.run.path}")
+    say(f'generate:  spmd-train generate --run {launch.run.path} --prompt "It was"')
 
 
 def generate(request: Generate) -> None:

@@ -22,11 +22,12 @@ from spmd_train.config import Config
 from spmd_train.data.batches import Batch, prefetch
 from spmd_train.data.stream import Stream, repetition
 from spmd_train.distributed import meet
+from spmd_train.errors import RunError
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.preemption import Preemption
 from spmd_train.recovery import Recovery
-from spmd_train.runs import RunDirectory
-from spmd_train.start import Start, init_from, resume, spell_damage
+from spmd_train.runs import Launch, RunDirectory
+from spmd_train.start import Start, init_from, resume, tell_damage
 from spmd_train.state import TrainState
 from spmd_train.step import Step
 from spmd_train.telemetry.memory import compiled_memory, spell
@@ -41,34 +42,27 @@ class Session:
     """One process's part in a run.
 
     Attributes:
-        config: fully resolved. step: the compiled program's definition. stream: the data.
-        run: where to write. resume: continue from the newest sound checkpoint there.
-        init_from: another run, whose parameters this one starts with.
-        stop_after: save and leave after this step, as a preemption would; None runs to the end.
+        launch: what is to be done, the configuration fully resolved.
+        step: the compiled program's definition. stream: the data.
         resolved: what each `auto` became. throughput: tokens and FLOPs of a step.
         watchdog: is told what is done. preemption: says when to leave.
     """
 
-    config: Config
+    launch: Launch
     step: Step
     stream: Stream
-    run: RunDirectory
     resolved: Resolved
     throughput: Throughput
     watchdog: Watchdog
     preemption: Preemption
-    resume: bool = False
-    init_from: RunDirectory | None = None
-    stop_after: int | None = None
 
     @property
-    def last_step(self) -> int:
-        return min(self.config.steps, self.stop_after or self.config.steps)
+    def config(self) -> Config:
+        return self.launch.config
 
     @property
-    def data_fingerprint(self) -> dict[str, Any]:
-        """Changes with anything that changes the order or content of the samples."""
-        return self.stream.identity
+    def run(self) -> RunDirectory:
+        return self.launch.run
 
 
 def run(session: Session) -> int:
@@ -78,7 +72,7 @@ def run(session: Session) -> int:
         RunError: too many bad steps in a row (their updates are never applied), or a save failed.
         RequestError: the checkpoint does not belong to this configuration or data.
     """
-    config, last = session.config, session.last_step
+    config, last = session.config, session.launch.last_step
     watchdog, preemption = session.watchdog, session.preemption
     main = jax.process_index() == 0
     with ExitStack() as stack:
@@ -87,12 +81,12 @@ def run(session: Session) -> int:
         checkpoints = stack.enter_context(
             Checkpoints(session.run.checkpoints, keep, on_saved=partial(_log_saved, log))
         )
-        watchdog.mark("restoring" if session.resume else "initialising", timed=session.resume)
+        resumes = session.launch.resume
+        watchdog.mark("restoring" if resumes else "initialising", timed=resumes)
         start = _start(session, checkpoints)
         state, done = start.state, start.step
         if main:
-            session.run.write_config(config)
-            session.run.write_tokenizer(session.stream.tokenizer)
+            _write_down(session)
         log.truncate_after(done)
         _log_start(session, log, start)
         batches = stack.enter_context(prefetch(_batches(session, done)))
@@ -142,12 +136,22 @@ def run(session: Session) -> int:
 
 
 def _start(session: Session, checkpoints: Checkpoints) -> Start:
-    spec, config = session.step.spec, session.config
-    if session.resume:
-        return resume(session.run, checkpoints, config, spec, session.data_fingerprint)
-    if session.init_from is not None:
-        return init_from(session.init_from, config, spec)
+    spec, config, launch = session.step.spec, session.config, session.launch
+    if launch.resume:
+        return resume(session.run, checkpoints, config, spec, session.stream.identity)
+    if launch.init_from is not None:
+        return init_from(launch.init_from, config, spec)
     return Start(spec.init(config.seed))
+
+
+def _write_down(session: Session) -> None:
+    """What the run is, in its directory, wherever its corpus and configuration go."""
+    try:
+        session.run.write_config(session.config)
+        if session.stream.tokenizer is not None:
+            session.stream.tokenizer.save(session.run.path)
+    except OSError as error:
+        raise RunError(f"cannot write to {session.run.path} ({error.strerror}).") from error
 
 
 def _batches(session: Session, first: int) -> Iterator[tuple[np.ndarray, Batch]]:
@@ -185,17 +189,14 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
 def _log_start(session: Session, log: RunLog, start: Start) -> None:
     import jaxlib
 
-    for step, problems in start.found.damaged.items():
-        log.event("damaged", step=step, problems=problems)
-    if start.found.damaged and jax.process_index() == 0:
-        print(spell_damage(start.found), file=sys.stderr)
+    tell_damage(start.found, log)
     epochs = session.stream.epochs(session.config.steps)
     if jax.process_index() == 0:
         for line in repetition(epochs):
             print(line, file=sys.stderr)
     policy = session.step.spec.policy
     log.event(
-        "restored" if session.resume else "start",
+        "restored" if session.launch.resume else "start",
         step=start.step,
         mesh=session.config.mesh,
         device=jax.devices()[0].device_kind,
@@ -207,7 +208,7 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
         epochs={name: round(float(count), 4) for name, count in epochs.items()},
         **({"parameters_from": start.source} if start.source else {}),
     )
-    if session.resume and start.found.step is None:
+    if session.launch.resume and start.found.step is None:
         log.event("no_checkpoint", path=str(session.run.checkpoints))
         if jax.process_index() == 0:
             print(f"no complete checkpoint in {session.run.checkpoints}: starting at step 0")
@@ -220,7 +221,7 @@ def _save(session: Session, checkpoints: Checkpoints, state: TrainState, step: i
     session.watchdog.mark(f"saving step {step}")
     spec = session.step.spec
     canonical = spec.canonical(state)
-    meta = describe(step, canonical, session.config, spec, session.data_fingerprint)
+    meta = describe(step, canonical, session.config, spec, session.stream.identity)
     checkpoints.save(step, canonical, meta)
     return step
 

@@ -20,6 +20,7 @@ from spmd_train.diagnosis import Diagnosis
 from spmd_train.errors import RunError
 from spmd_train.precision.guard import APPLIED, EMPTY, NOT_FINITE
 from spmd_train.replicas import Replicas, describe
+from spmd_train.start import tell_damage
 from spmd_train.state import TrainState
 from spmd_train.step import Step
 from spmd_train.telemetry.records import RunLog
@@ -95,8 +96,7 @@ class Recovery:
         What lies between is not trained on again (Chowdhery et al. 2022, section 5.1).
         """
         found = self._checkpoints.newest_sound()
-        for damaged, problems in found.damaged.items():
-            self._log.event("damaged", step=damaged, problems=problems)
+        tell_damage(found, self._log)
         step, latest = int(state.step), found.step
         if latest is None:
             self._stop(state, f"{in_a_row} bad steps in a row, and no checkpoint to go back to")

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from spmd_train import config as configuration
 from spmd_train.config import Config
-from spmd_train.data.tokenizer import ByteTokenizer, Tokenizer
-from spmd_train.data.tokenizer import tokenizer as open_tokenizer
-from spmd_train.errors import RequestError, RunError
+from spmd_train.differences import differences
+from spmd_train.disk import write_whole
+from spmd_train.errors import RequestError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
 FREE_ON_RESUME = (
@@ -57,51 +57,13 @@ class RunDirectory:
         return configuration.load(self.saved_config())
 
     def write_config(self, config: Config) -> None:
-        """Make the directory that of a run with this configuration, in one atomic step.
+        """Make the directory that of a run with this configuration.
 
         Raises:
-            RunError: the disk is full, or the place cannot be written.
+            OSError: the disk is full, or the place cannot be written.
         """
-        part = self.config.with_suffix(".part")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            part.write_text(configuration.dump(config), encoding="utf-8")
-            part.replace(self.config)
-        except OSError as error:
-            raise RunError(f"cannot write {self.config} ({error.strerror}).") from error
-
-    def write_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Copy the tokenizer, so that the run says what its ids mean wherever its corpus goes.
-
-        Raises:
-            RunError: the disk is full, or the place cannot be written.
-        """
-        try:
-            if tokenizer is not None:
-                tokenizer.save(self.path)
-        except OSError as error:
-            raise RunError(f"cannot write to {self.path} ({error.strerror}).") from error
-
-    def read_tokenizer(self, fingerprint: str | None) -> Tokenizer:
-        """The tokenizer with the fingerprint that a checkpoint of the run states.
-
-        Raises:
-            RequestError: the run never had one, or its file is missing or another.
-        """
-        if fingerprint is None:
-            raise RequestError(
-                f"{self.path} was trained on ids of which no tokenizer is known; resume it with "
-                "data.tokenizer set, and it has one."
-            )
-        if fingerprint == ByteTokenizer.fingerprint:
-            return ByteTokenizer()
-        found = open_tokenizer(str(self.path))
-        if found.fingerprint != fingerprint:
-            raise RequestError(
-                f"the tokenizer in {self.path} (SHA-256 {found.fingerprint[:12]}) is not the one "
-                f"that the run was trained with ({fingerprint[:12]}); put that one back."
-            )
-        return found
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config, configuration.dump(config).encode())
 
     def saved_config(self) -> Path:
         """The path of `config.yaml`.
@@ -115,6 +77,27 @@ class RunDirectory:
                 f"runs in {self.path.parent}: {_siblings(self.path)}."
             )
         return self.config
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a run is to do, before anything of it is started.
+
+    Attributes:
+        resume: continue from the newest sound checkpoint in `run`.
+        init_from: another run, whose parameters this one starts with.
+        stop_after: save and leave after this step, as a preemption would; None runs to the end.
+    """
+
+    config: Config
+    run: RunDirectory
+    resume: bool = False
+    init_from: RunDirectory | None = None
+    stop_after: int | None = None
+
+    @property
+    def last_step(self) -> int:
+        return min(self.config.steps, self.stop_after or self.config.steps)
 
 
 def _siblings(path: Path) -> str:
@@ -185,20 +168,10 @@ def changed(
             f"{'.'.join(map(str, first['loc']))} in the saved configuration is not known to this "
             f"version ({first['msg']}); use the version of spmd_train that wrote it."
         ) from error
-    for key, mine, their in _differences(config.model_dump(), theirs):
+    for key, mine, their in differences(config.model_dump(), theirs):
         if key.startswith(only) and not key.startswith(FREE_ON_RESUME):
             yield key, mine, their
 
 
 def _given(top: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in top.items() if value is not None}
-
-
-def _differences(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    for key, mine in ours.items():
-        if isinstance(mine, Mapping) and isinstance(theirs[key], Mapping):
-            yield from _differences(mine, theirs[key], f"{prefix}{key}.")
-        elif mine != theirs[key]:
-            yield f"{prefix}{key}", mine, theirs[key]

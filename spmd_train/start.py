@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from spmd_train import runs
 from spmd_train.checkpoint.manager import NOTHING_FOUND, Checkpoints, Found
 from spmd_train.config import Config
-from spmd_train.data.manifest import first_difference
+from spmd_train.differences import first_difference
 from spmd_train.errors import RequestError, RunError
 from spmd_train.runs import RunDirectory
 from spmd_train.state import StateSpec, TrainState
+from spmd_train.telemetry.records import RunLog
 
 
 @dataclass(frozen=True)
@@ -105,18 +109,20 @@ def sound_step(found: Found, run: RunDirectory) -> int:
         return found.step
     if not found.damaged:
         raise RequestError(
-            f"{run.checkpoints} holds no complete checkpoint; start the run again in another"
-            " directory."
+            f"{run.checkpoints} holds no complete checkpoint yet; let the run go on until it has "
+            f"saved one (spmd-train --resume --out {run.path}), or name another run."
         )
     lines = "; ".join(f"step {step}: {wrong[0]}" for step, wrong in found.damaged.items())
     raise RunError(f"no undamaged checkpoint is left in {run.checkpoints}: {lines}.")
 
 
-def spell_damage(found: Found) -> str:
-    """What a person must know of the steps that were passed over, a line each."""
-    lines = [
-        f"checkpoint of step {step} is damaged: {wrong[0]}"
-        + (f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else "")
-        for step, wrong in found.damaged.items()
-    ]
-    return "\n".join([*lines, f"using step {found.step}"])
+def tell_damage(found: Found, log: RunLog | None = None) -> None:
+    """Say which steps were passed over and why: in a line each, and as events of a run."""
+    if log is not None:
+        for step, problems in found.damaged.items():
+            log.event("damaged", step=step, problems=problems)
+    if found.damaged and jax.process_index() == 0:
+        for step, problems in found.damaged.items():
+            more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+            print(f"checkpoint of step {step} is damaged: {problems[0]}{more}", file=sys.stderr)
+        print(f"using step {found.step}", file=sys.stderr)

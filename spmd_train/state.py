@@ -136,8 +136,7 @@ class StateSpec:
         target = _canonical_tree(self.abstract())
 
         def build(saved: dict[str, Any]) -> TrainState:
-            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
-            tree = jax.tree.map(lambda x, t: x.astype(t.dtype), padded, target)
+            tree = jax.tree.map(lambda x, t: x.astype(t.dtype), self._padded(saved), target)
             fresh = self.fresh(tree["params"])
             opt_state = put_together(tree, fresh.opt_state)
             return TrainState(tree["step"], fresh.params, opt_state, tree.get("fp8", {}))
@@ -147,20 +146,20 @@ class StateSpec:
     def from_parameters(self, params: Any) -> TrainState:
         """Step 0 from the parameters of a checkpoint."""
 
-        def build(params: Any) -> TrainState:
-            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, {"params": params})
-            return self.fresh(padded["params"])
+        def build(saved: Any) -> TrainState:
+            return self.fresh(self._padded(saved)["params"])
 
-        return self._built(build, self.shardings(), params)
+        return self._built(build, self.shardings(), {"params": params})
 
     def image(self, params: Any) -> Any:
         """What the forward pass reads, of a checkpoint's parameters."""
 
-        def build(params: Any) -> Any:
-            padded = self._map_parameters(pad, lambda leaf: leaf.logical_shape, {"params": params})
-            return jax.tree.map(lambda p: p.astype(self.policy.compute), padded["params"])
+        def build(saved: Any) -> Any:
+            return jax.tree.map(
+                lambda p: p.astype(self.policy.compute), self._padded(saved)["params"]
+            )
 
-        return self._built(build, self.shardings().params, params)
+        return self._built(build, self.shardings().params, {"params": params})
 
     def _built(self, build: Callable[[Any], Any], shardings: Any, saved: Any) -> Any:
         """`build(saved)` in the place of `saved`, of which nothing else is held."""
@@ -168,6 +167,10 @@ class StateSpec:
             # A vocabulary that is padded here has no array of its padded size to be put into.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return jax.jit(build, out_shardings=shardings, donate_argnums=0)(saved)
+
+    def _padded(self, saved: Any) -> Any:
+        """Every array of a checkpoint that has a parameter's shape, at its run-time shape."""
+        return self._map_parameters(pad, lambda leaf: leaf.logical_shape, saved)
 
     def _canonical_arrays(self, tree: Any) -> Any:
         """Unpadded, and what is in half precision in FP32, which holds each of its values."""

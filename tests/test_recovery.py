@@ -84,7 +84,7 @@ def saved(out: Path, mesh: str = "1x1x1") -> object:
     """What the newest checkpoint of a run holds."""
     spec = Run(load(out / "config.yaml", mesh=mesh)).spec
     with Checkpoints(RunDirectory(out).checkpoints, read_only=True) as checkpoints:
-        state = checkpoints.restore(checkpoints.latest(), spec.abstract_canonical())
+        state = checkpoints.restore(checkpoints.steps()[-1], spec.abstract_canonical())
     return learned(spec.from_canonical(state))
 
 

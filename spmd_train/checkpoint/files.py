@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spmd_train.disk import write_whole
 from spmd_train.errors import listed
 
 MANIFEST = "MANIFEST.json"
@@ -95,10 +96,8 @@ def commit(directory: Path, step: int) -> None:
     files = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:  # CRC-32 and reading release the interpreter's lock
         entries = dict(zip(files, pool.map(lambda f: _entry(source / f), files), strict=True))
-    with (source / MANIFEST).open("w", encoding="utf-8") as manifest:
-        json.dump({"files": entries, "crc32": _checksum(entries)}, manifest, indent=0)
-        manifest.flush()
-        os.fsync(manifest.fileno())
+    manifest = json.dumps({"files": entries, "crc32": _checksum(entries)}, indent=0)
+    write_whole(source / MANIFEST, manifest.encode())
     if target.exists():  # an unfinished or empty directory of that name
         delete(target)
     source.rename(target)

@@ -153,10 +153,6 @@ class Checkpoints:
         self.wait()
         return agreed(lambda: files.steps(self._directory))
 
-    def latest(self) -> int | None:
-        """The newest complete step, None without one; `newest_sound` also reads it."""
-        return max(self.steps(), default=None)
-
     def newest_sound(self) -> Found:
         """The newest step whose files are what was written; damaged newer ones are set aside.
 

@@ -146,26 +146,3 @@ def load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer:
             f" {found.fingerprint[:12]}, was {record.fingerprint[:12]}); put the old file back."
         )
     return found
-
-
-def first_difference(old: Any, new: Any, name: str = "") -> str | None:
-    """Where two trees of lists, mappings and values first differ, as a phrase; or None."""
-    if isinstance(old, list) and isinstance(new, list):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
-        named = "{name}[{key}]"
-    else:
-        named = "{name}.{key}" if name else "{key}"
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return None if old == new else f"{name} is {_short(old)} there and {_short(new)} here"
-    keys = dict.fromkeys([*old, *new])
-    differences = (
-        first_difference(old.get(key), new.get(key), named.format(name=name, key=key))
-        for key in keys
-    )
-    return next((found for found in differences if found), None)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict) and "path" in value:
-        value = value["path"]
-    return "absent" if value is None else repr(value)

@@ -45,7 +45,6 @@ from spmd_train.data.manifest import (
     Manifest,
     Request,
     TokenizerRecord,
-    first_difference,
     learned_share,
     parse_record,
     read_manifest,
@@ -54,6 +53,7 @@ from spmd_train.data.meter import Meter
 from spmd_train.data.records import Form, Format
 from spmd_train.data.shards import Job, Shard, Skipping, Summary
 from spmd_train.data.tokenizer import Tokenizer, load_saved, tokenizer, train_bpe
+from spmd_train.differences import first_difference
 from spmd_train.disk import sha256, write_whole
 from spmd_train.errors import RequestError, RunError
 

@@ -89,6 +89,31 @@ def load_saved(directory: Path, name: str) -> Tokenizer:
     return tokenizer(name if name == "bytes" else str(directory / name))
 
 
+def load_of_run(directory: Path, fingerprint: str | None) -> Tokenizer:
+    """The tokenizer that a run saved in its directory.
+
+    Args:
+        fingerprint: what the run's checkpoint says of it.
+
+    Raises:
+        RequestError: the run never had one, or its file is missing or another.
+    """
+    if fingerprint is None:
+        raise RequestError(
+            f"{directory} was trained on ids of which no tokenizer is known; resume it with "
+            "data.tokenizer set, and it has one."
+        )
+    if fingerprint == ByteTokenizer.fingerprint:
+        return ByteTokenizer()
+    found = tokenizer(str(directory))
+    if found.fingerprint != fingerprint:
+        raise RequestError(
+            f"the tokenizer in {directory} (SHA-256 {found.fingerprint[:12]}) is not the one "
+            f"that the run was trained with ({fingerprint[:12]}); put that one back."
+        )
+    return found
+
+
 class ByteTokenizer:
     """One id per UTF-8 byte: no files, no unknown words, and every text round-trips."""
 

@@ -6,7 +6,6 @@ learned, not for serving.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,11 @@ import numpy as np
 from spmd_train.build import build_step
 from spmd_train.checkpoint.manager import Checkpoints
 from spmd_train.config import Config
+from spmd_train.data.tokenizer import load_of_run
 from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape, build_mesh
 from spmd_train.runs import RunDirectory
-from spmd_train.start import load_parameters, sound_step, spell_damage
+from spmd_train.start import load_parameters, sound_step, tell_damage
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,14 @@ def continue_text(
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         found = checkpoints.newest_sound()
         newest = sound_step(found, run)
-        text = run.read_tokenizer(checkpoints.meta(newest)["data"]["tokenizer"])
+        text = load_of_run(run.path, checkpoints.meta(newest)["data"]["tokenizer"])
         tokens = [int(t) for t in text.encode(prompt)]
         if not tokens:
             raise RequestError("--prompt is empty; give at least one character to continue.")
         mesh, _ = build_mesh(MeshShape(), platform)
         step, _ = build_step(config, mesh)
         params = step.spec.image(load_parameters(checkpoints, newest, step.spec))
-    if found.damaged:
-        print(spell_damage(found), file=sys.stderr)
+    tell_damage(found)
     model, length = step.pipeline.model, config.batch.sequence_length
 
     @jax.jit

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from spmd_train.disk import write_whole
 from spmd_train.errors import RunError
 
 
@@ -112,10 +113,8 @@ class _Appender:
         """Rewrite the file with only the wanted records, replacing it in one atomic step."""
         self.close()
         kept = [json.dumps(record) + "\n" for record in read_jsonl(self._path) if wanted(record)]
-        part = self._path.with_suffix(".part")
         try:
-            part.write_text("".join(kept), encoding="utf-8")
-            part.replace(self._path)
+            write_whole(self._path, "".join(kept).encode())
         except OSError as error:
             raise self._failure(error) from error
         self.open()

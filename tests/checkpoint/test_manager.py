@@ -73,7 +73,7 @@ def saved():
 @pytest.fixture
 def directory(tmp_path, saved):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert checkpoints.latest() is None
+        assert checkpoints.steps() == []
         assert checkpoints.save(7, saved, META)
     return tmp_path / "checkpoints"
 
@@ -84,7 +84,7 @@ def reopened(directory):
 
 def test_restores_every_bit_in_the_same_place(directory, saved):
     with reopened(directory) as checkpoints:
-        assert checkpoints.latest() == 7
+        assert checkpoints.steps() == [7]
         restored = checkpoints.restore(7, abstract_of(saved))
         assert checkpoints.meta(7) == META
     assert_same_bits(restored, saved)
@@ -194,7 +194,7 @@ def test_no_piece_is_read_whole_that_is_larger_than_the_limit(tmp_path, monkeypa
 def test_a_step_without_its_manifest_does_not_count(directory):
     (directory / "7" / files.MANIFEST).unlink()
     with reopened(directory) as checkpoints:
-        assert checkpoints.latest() is None
+        assert checkpoints.steps() == []
 
 
 def test_any_step_is_saved_and_the_last_are_kept(tmp_path):
@@ -203,7 +203,6 @@ def test_any_step_is_saved_and_the_last_are_kept(tmp_path):
         for step in (1, 4, 5, 13):
             assert checkpoints.save(step, array, {})
         assert checkpoints.steps() == [5, 13]
-        assert checkpoints.latest() == 13
         assert not checkpoints.save(13, array, {})
         with pytest.raises(RunError, match="step 6 is older than the saved step 13"):
             checkpoints.save(6, array, {})
@@ -252,7 +251,7 @@ def break_writes(monkeypatch):
     monkeypatch.setattr("spmd_train.checkpoint.files.commit", full)
 
 
-@pytest.mark.parametrize("surfaces_in", ["save", "wait", "check", "latest", "close"])
+@pytest.mark.parametrize("surfaces_in", ["save", "wait", "check", "steps", "close"])
 def test_a_failed_background_save_is_raised_with_path_and_cause(tmp_path, monkeypatch, surfaces_in):
     checkpoints = Checkpoints(tmp_path)
     array = {"x": jnp.zeros(2)}
@@ -266,9 +265,9 @@ def test_a_failed_background_save_is_raised_with_path_and_cause(tmp_path, monkey
     assert f"step 3 at {tmp_path / '3'}" in str(caught.value)
     assert "No space left on device" in str(caught.value)
     if surfaces_in != "close":
-        assert checkpoints.latest() is None
+        assert checkpoints.steps() == []
         assert checkpoints.save(4, array, {})
-        assert checkpoints.latest() == 4
+        assert checkpoints.steps() == [4]
         checkpoints.close()
 
 

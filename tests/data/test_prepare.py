@@ -31,10 +31,11 @@ from tokenizers import Tokenizer
 
 from spmd_train.cli import main
 from spmd_train.data import documents, shards
-from spmd_train.data.manifest import Manifest, first_difference
+from spmd_train.data.manifest import Manifest
 from spmd_train.data.meter import Meter
 from spmd_train.data.prepare import Options, prepare
 from spmd_train.data.tokenizer import train_bpe
+from spmd_train.differences import first_difference
 from spmd_train.errors import RequestError, RunError
 
 ROOT = Path(__file__).parent.parent.parent
