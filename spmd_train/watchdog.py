@@ -104,7 +104,8 @@ def judge(
         signs = [own, *(seen.sign for seen in working)]
         behind = [sign for sign in signs if sign.mark == min(s.mark for s in signs)]
         if all(sign.timed and sign.seconds > limit for sign in behind):
-            return Verdict("stalled", _stall(behind, [s for s in signs if s not in behind]))
+            waiting = [sign for sign in signs if sign not in behind]
+            return Verdict("stalled", _stall(behind, waiting, limits.stalled_seconds))
     return None
 
 
@@ -116,14 +117,14 @@ def _silence(silent: list[Seen]) -> str:
     )
 
 
-def _stall(behind: list[Sign], waiting: list[Sign]) -> str:
+def _stall(behind: list[Sign], waiting: list[Sign], stalled_seconds: float) -> str:
     have = "have" if len(behind) > 1 else "has"
     seconds = min(sign.seconds for sign in behind)
     says = f"{_names(behind)} {have} been {behind[0].doing} for {seconds:.0f} s"
     for doing, group in groupby(sorted(waiting, key=lambda s: s.doing), key=lambda s: s.doing):
         signs = list(group)
         says += f"; {_names(signs)} {'wait' if len(signs) > 1 else 'waits'}, {doing}"
-    return says
+    return f"{says}; if that is usual here, raise watchdog.stalled_seconds={stalled_seconds:g}"
 
 
 def _names(signs: list[Sign]) -> str:

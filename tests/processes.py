@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from spmd_train.telemetry.records import read_jsonl
 
@@ -22,10 +21,11 @@ SMALL = (
 )  # fmt: skip
 
 SLOW_DATA = """
-import time
+import itertools, time
 from spmd_train.data.stream import Stream
-batch = Stream.batch
+batch, steps = Stream.batch, itertools.count()
 def slow_rows(stream, ids):
+    step = next(steps)  # of those that this process reads
     time.sleep(0.2)
     return batch(stream, ids)
 Stream.batch = slow_rows
@@ -94,11 +94,3 @@ def finish(
         for process in running:
             process.kill()
     return statuses, [process.communicate()[1] for process in running]
-
-
-def losses(out: Path) -> list[float]:
-    return [record["loss"] for record in read_jsonl(out / "metrics.jsonl")]
-
-
-def events(out: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_jsonl(out / "events.jsonl") if event["event"] == name]

@@ -6,37 +6,16 @@ A resumed run is compared with the uninterrupted one; two processes with one.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from commands import SMALL, losses, run, sets
+from processes import start
 
-from spmd_train.cli import main
 from spmd_train.telemetry.records import read_jsonl
-
-SMALL = [
-    "model.layers=2", "model.width=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64",
-    "batch.global_size=8", "batch.microbatches=2", "batch.sequence_length=32",
-    "optim.warmup_steps=2", "optim.lr=1e-2", "log.sample_ids=true",
-]  # fmt: skip
-
-
-def sets(*items: str) -> list[str]:
-    return [word for item in items for word in ("--set", item)]
-
-
-def run(*arguments: object) -> int:
-    return main([str(a) for a in arguments])
-
-
-def losses(directory: Path) -> list[float]:
-    return [record["loss"] for record in read_jsonl(directory / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +152,8 @@ def test_a_float64_master_trains_and_is_diagnosed(whole_run: Path, tmp_path: Pat
     good, bad = tmp_path / "good", tmp_path / "bad"
     wide = ["--mesh", "1x1x1", "--steps", 6, *sets(*SMALL, "precision.master=float64")]
     wild = sets("optim.lr=1e30", "guard.max_consecutive_skips=1")
-    first, second = process([*wide, "--out", good]), process([*wide, "--out", bad, *wild])
+    asked = [*wide, "--out", good], [*wide, "--out", bad, *wild]
+    first, second = (start(["train", *map(str, words)])[0] for words in asked)
     assert first.wait() == 0, first.stderr
     np.testing.assert_allclose(losses(good), losses(whole_run), rtol=1e-5)
     assert second.wait() == 1
@@ -193,36 +173,14 @@ def test_another_policy_on_resume_is_an_event(whole_run: Path, tmp_path: Path) -
     assert last["loss"] < losses(whole_run)[0]
 
 
-def process(arguments: list[object], **environment: str) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "spmd_train", *map(str, arguments)],
-        env=env | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_two_processes_go_on_where_one_stopped_and_the_other_way(
     whole_run: Path, tmp_path: Path
 ) -> None:
     """Public case P20 among them: the samples are the same whatever the number of processes."""
     out = tmp_path / "two"
     assert run("--mesh", "1x1x1", "--steps", 6, "--stop-after", 2, "--out", out, *sets(*SMALL)) == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     request = ["--mesh", "2x2x2", "--resume", "--stop-after", 4, "--out", out]
-    pair = [
-        process(
-            request,
-            JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
-            JAX_NUM_PROCESSES="2",
-            JAX_PROCESS_ID=str(i),
-        )
-        for i in range(2)
-    ]
+    pair = start(list(map(str, request)), processes=2)
     outputs = [p.communicate(timeout=300) for p in pair]
     assert [p.returncode for p in pair] == [0, 0], outputs
     assert "in 2 processes" in outputs[0][0]

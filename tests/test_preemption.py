@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import SLOW_DATA, arguments, events, finish, losses, start, wait_for_steps
+from commands import events, losses
+from processes import SLOW_DATA, arguments, finish, start, wait_for_steps
 
 from spmd_train.cli import main
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ROOT, SLOW_DATA, arguments, environment, losses, wait_for_steps
+from commands import losses
+from processes import ROOT, SLOW_DATA, arguments, environment, wait_for_steps
 
 from spmd_train.cli import main
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from spmd_train.cli import main
 from spmd_train.telemetry.records import read_jsonl
@@ -21,16 +18,6 @@ SETS = (
     "log.sample_ids=true",
 )  # fmt: skip
 STEPS = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """These runs differ in what is fed to one and the same compiled step."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def train(out: Path, *sets: str, stop_after: int = STEPS) -> int:

@@ -13,15 +13,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +49,7 @@ from spmd_train.data.meter import Meter
 from spmd_train.data.records import Form, Format
 from spmd_train.data.shards import Job, Shard, Skipping, Summary
 from spmd_train.data.tokenizer import Tokenizer, load_saved, tokenizer, train_bpe
+from spmd_train.data.workers import GO_ON, encoded
 from spmd_train.differences import first_difference
 from spmd_train.disk import sha256, write_whole
 from spmd_train.errors import RequestError, RunError
@@ -133,14 +130,11 @@ def prepare(options: Options) -> Manifest:
             manifest = _prepared(options, request, form, text, sources, skipping)
     except OSError as error:
         where = error.filename or options.out
-        raise RunError(f"{where}: {error.strerror or error}; {_GO_ON}") from error
+        raise RunError(f"{where}: {error.strerror or error}; {GO_ON}") from error
     except KeyboardInterrupt:
-        raise RunError(f"interrupted; {_GO_ON}") from None
+        raise RunError(f"interrupted; {GO_ON}") from None
     _tell(options.out, manifest)
     return manifest
-
-
-_GO_ON = "what is finished is kept, and the same command goes on from there."
 
 
 def _check(options: Options) -> None:
@@ -298,51 +292,10 @@ def _encode_all(job: Job, plan: Sequence[Shard], processes: int, total_bytes: in
         for shard in plan:
             if summary := known[shard.number]:
                 meter.advance(shard.bytes, summary.documents, summary.tokens, new=False)
-        for shard, summary in zip(waiting, _encoded(job, waiting, processes), strict=True):
+        for shard, summary in zip(waiting, encoded(job, waiting, processes), strict=True):
             known[shard.number] = summary
             meter.advance(shard.bytes, summary.documents, summary.tokens)
     return [summary for summary in known.values() if summary]
-
-
-def _encoded(job: Job, waiting: Sequence[Shard], processes: int) -> Iterator[Summary]:
-    """The summaries of shards, in order, as they are finished."""
-    count = max(1, min(processes, len(waiting)))
-    threads = max(1, processes // max(1, len(waiting)))  # one compressed file is one shard
-    if count == 1:
-        _set_threads(threads)
-        yield from (shards.encode(job, shard) for shard in waiting)
-        return
-    # Spawned, not forked: a fork of a process with the tokenizer library's threads may deadlock.
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (threads,))
-    try:
-        yield from pool.map(partial(shards.encode, job), waiting)
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a worker process was killed, most likely for want of memory: try fewer --workers;"
-            f" {_GO_ON}"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(threads: int) -> None:
-    _set_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent says what it means
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    """A pool's workers wait for ever on the queue of a parent that was killed."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _set_threads(threads: int) -> None:
-    """How many threads the `tokenizers` library uses in this process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
 
 
 # ------------------------------------------------------------------------------------------ the end

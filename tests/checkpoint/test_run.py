@@ -6,7 +6,6 @@ Losses are compared with those of the uninterrupted run.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,32 +16,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from commands import SMALL, events, records, run, sets
+from processes import environment
 
 from spmd_train.checkpoint import files
-from spmd_train.cli import main
-from spmd_train.telemetry.records import read_jsonl
-
-TINY = [
-    "model.layers=2", "model.width=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64",
-    "batch.global_size=8", "batch.microbatches=2", "batch.sequence_length=32",
-    "optim.warmup_steps=2", "optim.lr=1e-2", "log.sample_ids=true",
-]  # fmt: skip
-
-
-def sets(*items: str) -> list[str]:
-    return [word for item in items for word in ("--set", item)]
-
-
-def run(*arguments: object) -> int:
-    return main([str(a) for a in arguments])
-
-
-def records(out: Path) -> list[dict]:
-    return read_jsonl(out / "metrics.jsonl")
-
-
-def events(out: Path, name: str) -> list[dict]:
-    return [e for e in read_jsonl(out / "events.jsonl") if e["event"] == name]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight steps on 2x1x2, saved every two, all kept."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     saving = sets("checkpoint.every_steps=2", "checkpoint.keep_last=9")
-    assert run("--mesh", "2x1x2", "--steps", 8, "--out", out, *sets(*TINY), *saving) == 0
+    assert run("--mesh", "2x1x2", "--steps", 8, "--out", out, *sets(*SMALL), *saving) == 0
     return out
 
 
@@ -167,8 +144,8 @@ def test_the_documented_way_to_read_it_without_this_package_works(whole: Path) -
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     code = code.replace("/absolute/path/runs/a/checkpoints/80", str(whole / "checkpoints" / "8"))
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert ran.stdout == "(256, 32)\n", ran.stderr
 
 
@@ -225,7 +202,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_with_the_old_steps_sound(
     stop = ["--stop-after", 2] if trouble == "read-only" else []
     if trouble == "filled by another":  # between the look at the free space and the writing
         monkeypatch.setattr(files, "free_bytes", lambda _: 1 << 40)
-    status = run(*request, *stop, *sets(*TINY), *saving)
+    status = run(*request, *stop, *sets(*SMALL), *saving)
     if trouble == "read-only":
         assert status == 0
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
