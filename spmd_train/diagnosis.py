@@ -15,7 +15,8 @@ from spmd_train.data.batches import Batch
 from spmd_train.pipeline.diagnose import diagnose
 from spmd_train.pipeline.execute import Pipeline
 from spmd_train.precision import fp8, master_of
-from spmd_train.precision.attribution import Conditions, Statistics, attribute, is_finite
+from spmd_train.precision.attribution import Conditions, attribute
+from spmd_train.precision.measurements import Statistics, is_finite
 from spmd_train.sharding import tree_map_leaves
 from spmd_train.state import TrainState
 from spmd_train.step import Step

@@ -37,7 +37,7 @@ from spmd_train.pipeline.collectives import from_stage, ordered, whole
 from spmd_train.pipeline.execute import Pipeline, dropout_keys, layer_of, token_weight, typed
 from spmd_train.pipeline.vocabulary import Vocabulary
 from spmd_train.precision import fp8
-from spmd_train.precision.attribution import Seen, Statistics
+from spmd_train.precision.measurements import Seen, Statistics
 from spmd_train.sharding import only, tree_map_leaves
 
 Visit = Callable[[str, jax.Array], jax.Array]

@@ -18,7 +18,7 @@ from helpers import FAST, T0, Run, lengths_of, named, parameters, plain_loss, ru
 from spmd_train.data.batches import Batch, shift
 from spmd_train.diagnosis import Diagnosis
 from spmd_train.model import BlockContext, Model
-from spmd_train.precision.attribution import Seen, Statistics
+from spmd_train.precision.measurements import Seen, Statistics
 from spmd_train.sharding import Layout
 
 FAULTY = ("model.block=own_model:faulty", "batch.microbatches=2")

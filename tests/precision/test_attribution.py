@@ -9,14 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_train.precision.attribution import (
-    Conditions,
-    Seen,
-    Statistics,
-    attribute,
-    bad_rows,
-    sightings,
-)
+from spmd_train.precision.attribution import Conditions, attribute
+from spmd_train.precision.measurements import Seen, Statistics, bad_rows, sightings
 
 M, L, S, D, R = 2, 4, 2, 2, 6
 
