@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import SMALL, losses, run, sets
+from commands import SMALL, events, losses, records, run, sets
 from processes import start
 
+from spmd_train.checkpoint import files
 from spmd_train.telemetry.records import read_jsonl
 
 
@@ -176,16 +177,27 @@ def test_another_policy_on_resume_is_an_event(whole_run: Path, tmp_path: Path) -
 def test_two_processes_go_on_where_one_stopped_and_the_other_way(
     whole_run: Path, tmp_path: Path
 ) -> None:
-    """Public case P20 among them: the samples are the same whatever the number of processes."""
+    """Public case P20 among them: the samples are the same whatever the number of processes.
+
+    The newest step is damaged, which only the process that reads that file can see.
+    """
     out = tmp_path / "two"
-    assert run("--mesh", "1x1x1", "--steps", 6, "--stop-after", 2, "--out", out, *sets(*SMALL)) == 0
-    request = ["--mesh", "2x2x2", "--resume", "--stop-after", 4, "--out", out]
+    saving = sets(*SMALL, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    assert run("--mesh", "1x1x1", "--steps", 6, "--stop-after", 3, "--out", out, *saving) == 0
+    second_file = sorted(files.read_manifest(out / "checkpoints" / "3"))[1]
+    (out / "checkpoints" / "3" / second_file).write_bytes(b"x" * 64)
+    by_time = sets("checkpoint.every_steps=0", "checkpoint.every_seconds=0.001")
+    request = ["--mesh", "2x2x2", "--resume", "--stop-after", 4, "--out", out, *by_time]
     pair = start(list(map(str, request)), processes=2)
     outputs = [p.communicate(timeout=300) for p in pair]
     assert [p.returncode for p in pair] == [0, 0], outputs
     assert "in 2 processes" in outputs[0][0]
     assert "loss" not in outputs[1][0], "one process speaks"
+    assert "using step 2" in outputs[0][1]
+    assert second_file in events(out, "damaged")[0]["problems"][0]
+    assert [e["step"] for e in events(out, "checkpoint")] == [1, 2, 3, 3, 4]
+    assert files.steps(out / "checkpoints") == [1, 2, 3, 4]
     assert run("--mesh", "1x1x1", "--resume", "--out", out) == 0
     np.testing.assert_allclose(losses(out), losses(whole_run), rtol=1e-5)
-    ids = [[r["sample_ids"] for r in read_jsonl(d / "metrics.jsonl")] for d in (out, whole_run)]
+    ids = [[r["sample_ids"] for r in records(d)] for d in (out, whole_run)]
     assert ids[0] == ids[1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,16 @@ def test_it_needs_a_directory() -> None:
     for words in (["--", "train"], ["--", "--out"], ["--processes", "0", "--", "--out=x"]):
         command = [sys.executable, str(ROOT / "scripts/supervise"), *words]
         assert subprocess.run(command, capture_output=True).returncode == 2
+
+
+def test_a_python_without_the_package_is_refused_at_once(tmp_path: Path) -> None:
+    """It would be started, and fail, again and again."""
+    venv.create(tmp_path / "bare")
+    command = [str(tmp_path / "bare/bin/python"), str(ROOT / "scripts/supervise"), "--", "--out=x"]
+    bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "bare/bin/python has no spmd_train" in ended.stderr
 
 
 @pytest.mark.slow

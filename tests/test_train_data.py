@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spmd_train.cli import main
@@ -20,10 +21,10 @@ SETS = (
 STEPS = 12
 
 
-def train(out: Path, *sets: str, stop_after: int = STEPS) -> int:
+def train(out: Path, *sets: str, stop_after: int = STEPS, mesh: str = "1x1x1") -> int:
     flags = [part for s in (*SETS, *sets) for part in ("--set", s)]
     length = ["--steps", str(STEPS), "--stop-after", str(stop_after)]
-    return main(["--mesh", "1x1x1", "--out", str(out), *length, *flags])
+    return main(["--mesh", mesh, "--out", str(out), *length, *flags])
 
 
 def prepare(directory: Path, texts: list[str], *flags: str) -> Path:
@@ -109,3 +110,17 @@ def test_ids_without_a_tokenizer_cannot_be_spoken(tmp_path: Path, capsys: Any) -
     assert train(tmp_path / "run", f"data.source={corpus}/tokens", stop_after=1) == 0
     assert main(["generate", "--run", str(tmp_path / "run"), "--prompt", "a"]) == 2
     assert "was trained on ids of which no tokenizer is known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_prepared_documents_train_alike_on_every_mesh(packing: str, tmp_path: Path) -> None:
+    """From the corpus to the compiled step: documents of many lengths, some longer than a row."""
+    texts = ["word " * (1 + i * 7 % 13) + str(i) for i in range(80)]
+    corpus = prepare(tmp_path / "made", texts, "--tokenizer", "bytes")
+    sets = ("model.layers=2", f"data.source={corpus}", f"data.packing={packing}")
+    losses = []
+    for mesh in ("1x1x1", "2x1x2"):
+        out = tmp_path / mesh
+        assert train(out, *sets, stop_after=4, mesh=mesh) == 0
+        losses.append([r["loss"] for r in read_jsonl(out / "metrics.jsonl")])
+    np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -113,7 +113,7 @@ def damage(path: Path, contents: slice = slice(None)) -> list[str]:
             processes can share the reading. Sizes are checked of all of them.
     """
     try:
-        entries = _read_manifest(path)
+        entries = read_manifest(path)
     except ValueError as error:
         return [str(error)]
     names = sorted(entries)
@@ -206,8 +206,8 @@ def _crc(path: Path) -> str:
     return f"{value:08x}"
 
 
-def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of each file.
+def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and checksum of each file of the step at `path`.
 
     Raises:
         ValueError: there is no manifest, or it was altered.

@@ -15,6 +15,7 @@ import pytest
 from helpers import Run, assert_same_bits, run
 
 from spmd_train.checkpoint.manager import Checkpoints
+from spmd_train.start import load_parameters
 
 Place = tuple[str, int]
 
@@ -70,6 +71,19 @@ def check(saved_on: Place, restored_on: Place, root: Path) -> None:
         assert got == want
     else:
         np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_parameters_alone_start_a_run_with_the_same_bits(root: Path) -> None:
+    """What `--init-from` takes, where the vocabulary is padded on one mesh and not on the other."""
+    saved_on, here = DEFAULT
+    directory = root / f"{saved_on[0]}-{saved_on[1]}"
+    kept, _ = uninterrupted(saved_on, directory)
+    spec = on(here).spec
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        state = spec.from_parameters(load_parameters(checkpoints, BEFORE, spec))
+    canonical = jax.device_get(spec.canonical(state))
+    assert canonical["step"] == 0
+    assert_same_bits(canonical["params"], kept["params"])
 
 
 @pytest.fixture(scope="module")
