@@ -5,13 +5,13 @@ The sums themselves are compared with numpy, the gradients with autodiff on one 
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import SMALL, records, sets
 from helpers import (
     DEFAULT,
     FAST,
@@ -27,7 +27,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_cli import SMALL, process, sets
+from processes import start
 from test_hlo import collectives
 
 from spmd_train.config import load
@@ -44,7 +44,6 @@ from spmd_train.pipeline.reproducible import (
     tree_sum,
 )
 from spmd_train.shape_rules import validate_shape
-from spmd_train.telemetry.records import read_jsonl
 
 ON = "precision.reproducible=true"
 
@@ -254,23 +253,17 @@ def test_two_processes_have_the_bits_of_one_device(tmp_path: Path) -> None:
     logs = []
     for mesh, count in (("1x1x1", 1), ("2x1x2", 1), ("2x1x2", 2)):
         out = tmp_path / f"{mesh}-{count}"
-        request = [
-            *("--mesh", mesh, "--steps", 20, "--out", out),
-            *sets(*SMALL, ON, "precision.logical_shards=4", "model.layers=4"),
-        ]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        coordinator = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-        started = [
-            process(request, **(coordinator | {"JAX_PROCESS_ID": str(i)} if count > 1 else {}))
-            for i in range(count)
-        ]
+        started = start(
+            [
+                *("train", "--mesh", mesh, "--steps", "20", "--out", str(out)),
+                *sets(*SMALL, ON, "precision.logical_shards=4", "model.layers=4"),
+            ],
+            count,
+        )
         outputs = [p.communicate(timeout=400) for p in started]
         assert [p.returncode for p in started] == [0] * count, outputs
         assert "reproducible partial sums" in outputs[0][0]
-        records = read_jsonl(out / "metrics.jsonl")
-        logs.append([(r["loss"], r["grad_norm"]) for r in records])
+        logs.append([(r["loss"], r["grad_norm"]) for r in records(out)])
     assert len(logs[0]) == 20
     assert logs[1] == logs[0]
     assert logs[2] == logs[0]
