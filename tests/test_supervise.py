@@ -48,6 +48,7 @@ def supervise(folder: Path, script: str, *options: str, **more: str) -> subproce
     """The supervisor of stand-ins for a trainer; `more` are the scripts of several processes."""
     package = folder / "spmd_train"
     package.mkdir()
+    (package / "__init__.py").touch()  # without it, the installed package comes first
     (package / "__main__.py").write_text(STAND_IN)
     for name, lines in {"script": script, **more}.items():
         (folder / name).write_text(lines)
