@@ -10,14 +10,24 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TextIO
 
 import tyro
 
 from spmd_train.errors import RequestError, RunError, listed
-from spmd_train.requests import Command, DataInspect, DataPrepare, Generate, Ls, Show, Train, Verify
+from spmd_train.requests import (
+    Command,
+    DataInspect,
+    DataPrepare,
+    Eval,
+    Generate,
+    Ls,
+    Show,
+    Train,
+    Verify,
+)
 
 if TYPE_CHECKING:
     from spmd_train.mesh import MeshShape
@@ -134,11 +144,10 @@ def _train_on(
     preemption: Preemption,
 ) -> None:
     """The part of `train` in which this process is one of a run's, and watched."""
-    import jax
-
     from spmd_train.build import build_step
     from spmd_train.data.stream import open_stream
     from spmd_train.distributed import meet
+    from spmd_train.evaluation import Evaluation
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
     from spmd_train.mesh import build_mesh, describe
@@ -148,6 +157,10 @@ def _train_on(
     config = launch.config.model_copy(update={"mesh": str(shape)})
     stream = open_stream(config)
     step, resolved = build_step(config, mesh)
+    evaluation = None
+    if config.eval.every_steps:
+        where = "what is held out"
+        evaluation = Evaluation(step, config, stream.heldout, config.eval.batches, where)
     session = Session(
         launch=replace(launch, config=config),
         step=step,
@@ -156,16 +169,45 @@ def _train_on(
         throughput=_throughput(config, step, mesh),
         watchdog=watchdog,
         preemption=preemption,
+        evaluation=evaluation,
     )
-    say = print if jax.process_index() == 0 else _silent
+    say = _say_on(sys.stdout)
     say(describe(mesh, shape))
     say(_describe_model(config, step, resolved))
     say(f"precision {step.spec.policy}")
+    if evaluation is not None:
+        say(f"evaluated every {config.eval.every_steps} steps: {evaluation}")
     reached = run_loop(session)
     say(f"step {reached} of {config.steps} saved in {launch.run.path}")
     if reached < config.steps:
         say(f"continue:  spmd-train --resume --out {launch.run.path}")
     say(f'generate:  spmd-train generate --run {launch.run.path} --prompt "It was"')
+
+
+def evaluate(request: Eval) -> None:
+    """Print how well a saved step predicts."""
+    from spmd_train.distributed import join_processes, meet
+    from spmd_train.interop import evaluate as evaluating
+    from spmd_train.mesh import MeshShape, build_mesh, describe, prepare_devices
+    from spmd_train.runs import RunDirectory, resumed_config
+
+    options = evaluating.Options(request.step, request.data, request.batch_size, request.batches)
+    run = RunDirectory(_path(request.run))
+    config = resumed_config(run, None, request.set, mesh=request.mesh)
+    shape = MeshShape.parse(config.mesh) if config.mesh else None
+    prepare_devices(shape, request.platform)
+    if config.precision.master == "float64":
+        _allow_float64()
+    join_processes(config.watchdog.silent_seconds)
+    mesh, shape = build_mesh(shape, request.platform)
+    meet("joined")
+    say = _say_on(sys.stderr if request.json else sys.stdout)
+    say(describe(mesh, shape))
+    step, evaluated = evaluating.evaluate(run, config, mesh, options, say)
+    say(f"{evaluated} ({evaluated.seconds:.1f} s)")
+    if request.json:
+        asked = {"run": str(run.path), "step": step, "data": request.data, "mesh": str(shape)}
+        _say_on(sys.stdout)(json.dumps(asked | asdict(evaluated), indent=2))
 
 
 def generate(request: Generate) -> None:
@@ -268,6 +310,7 @@ def data_inspect(request: DataInspect) -> None:
 
 _FUNCTIONS: dict[type, Any] = {
     Train: train,
+    Eval: evaluate,
     Generate: generate,
     Ls: list_steps,
     Verify: list_steps,
@@ -290,8 +333,12 @@ def _path(text: str | None) -> Any:
     return Path(text or ".")
 
 
-def _silent(*args: Any) -> None:
-    """What processes other than the first say."""
+def _say_on(stream: TextIO) -> Callable[[str], None]:
+    """Prints lines in the first process of a run, and nothing in the others."""
+    import jax
+
+    is_first = jax.process_index() == 0
+    return lambda line: print(line, file=stream, flush=True) if is_first else None
 
 
 def _throughput(config: Any, step: Any, mesh: Any) -> Any:

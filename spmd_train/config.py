@@ -14,12 +14,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from spmd_train.config_groups import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    EvalConfig,
     GuardConfig,
     LogConfig,
     ModelConfig,
@@ -58,6 +59,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     guard: GuardConfig = GuardConfig()
     data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     log: LogConfig = LogConfig()
@@ -71,6 +73,16 @@ class Config(Section):
             except RequestError as error:  # pydantic collects ValueError only
                 raise ValueError(str(error)) from error
         return value
+
+    @model_validator(mode="after")
+    def _check_eval(self) -> Config:
+        if self.eval.every_steps and not self.data.eval_fraction:
+            raise ValueError(
+                f"eval.every_steps={self.eval.every_steps} has nothing to evaluate on, since "
+                "data.eval_fraction=0 holds out no document; set data.eval_fraction=0.01, or "
+                "eval.every_steps=0."
+            )
+        return self
 
 
 _SCHEMA = Schema.of(Config)

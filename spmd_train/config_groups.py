@@ -363,6 +363,20 @@ class DataConfig(Section):
         return self
 
 
+class EvalConfig(Section):
+    """When the model is evaluated on what `data.eval_fraction` holds out."""
+
+    every_steps: int = Field(
+        default=0, ge=0, description="Steps between evaluations, and after the last; 0 means never."
+    )
+    batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Batches of each, their rows evenly spread over the held-out ones; null means "
+        "all of them.",
+    )
+
+
 class CheckpointConfig(Section):
     """When the state is saved."""
 

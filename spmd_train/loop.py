@@ -1,4 +1,4 @@
-"""The training loop: restore, then for each step: next batch, step, log, save."""
+"""The training loop: restore, then for each step: next batch, step, evaluate, log, save."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from spmd_train.data.batches import Batch, prefetch
 from spmd_train.data.stream import Stream, repetition
 from spmd_train.distributed import meet
 from spmd_train.errors import RunError
+from spmd_train.evaluation import Evaluated, Evaluation
 from spmd_train.pipeline.accumulate import partial_sum_bytes
 from spmd_train.preemption import Preemption
 from spmd_train.recovery import Recovery
@@ -46,6 +47,7 @@ class Session:
         step: the compiled program's definition. stream: the data.
         resolved: what each `auto` became. throughput: tokens and FLOPs of a step.
         watchdog: is told what is done. preemption: says when to leave.
+        evaluation: of held-out rows, where the run has any.
     """
 
     launch: Launch
@@ -55,6 +57,7 @@ class Session:
     throughput: Throughput
     watchdog: Watchdog
     preemption: Preemption
+    evaluation: Evaluation | None = None
 
     @property
     def config(self) -> Config:
@@ -103,7 +106,7 @@ def run(session: Session) -> int:
         )
         cadence = Cadence(config.checkpoint)
         saved = done
-        while done < last and not preemption.reached(done):
+        while done < last and not preemption.reached():
             clock = time.perf_counter()
             watchdog.mark(f"reading data for step {done + 1}")
             sample_ids, rows = next(batches)
@@ -117,8 +120,11 @@ def run(session: Session) -> int:
             record = session.throughput.record(done, metrics, time.perf_counter() - clock, waited)
             if config.log.sample_ids:
                 record["sample_ids"] = sample_ids
-            log.metrics(record)
+            evaluated = _evaluate(session, state, done)
+            log.metrics(record | _recorded(evaluated))
             progress.update(record)
+            if evaluated is not None:
+                progress.note(f"step {done} held out: {evaluated}")
             state = recovery.after_step(state, batch, metrics)
             if config.guard.replicas_every and done % config.guard.replicas_every == 0:
                 recovery.compare_replicas(state)
@@ -164,12 +170,17 @@ def _batches(session: Session, first: int) -> Iterator[tuple[np.ndarray, Batch]]
 
 
 def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
-    """Compile the step ahead of the first one, so that its memory is known before it runs."""
+    """Compile the step ahead of the first one, so that its memory is known before it runs.
+
+    An evaluation, which needs less, is compiled here too: later a run would seem to hang.
+    """
     session.watchdog.mark("compiling", timed=False)
     clock = time.perf_counter()
     batch = session.config.batch
     batch_spec = session.step.abstract_batch(batch.global_size, batch.sequence_length)
     compiled = session.step.jitted().lower(session.step.spec.abstract(), batch_spec).compile()
+    if session.evaluation is not None:
+        session.evaluation.compile()
     meet("compiled")
     memory = compiled_memory(compiled)
     seconds = time.perf_counter() - clock
@@ -214,6 +225,33 @@ def _log_start(session: Session, log: RunLog, start: Start) -> None:
             print(f"no complete checkpoint in {session.run.checkpoints}: starting at step 0")
     if start.policy not in (None, policy.name):
         log.event("policy", step=start.step, before=start.policy, after=policy.name)
+
+
+def _evaluate(session: Session, state: TrainState, done: int) -> Evaluated | None:
+    """The model after this step on what is held out; None if it is not due, or asked to leave."""
+    config, evaluation = session.config, session.evaluation
+    if evaluation is None or not (done % config.eval.every_steps == 0 or done == config.steps):
+        return None
+
+    def goes_on(batch: int, batches: int) -> bool:
+        session.watchdog.mark(f"evaluating step {done}, batch {batch} of {batches}")
+        return not session.preemption.reached()
+
+    return evaluation(state.params, state.fp8, goes_on)
+
+
+def _recorded(evaluated: Evaluated | None) -> dict[str, Any]:
+    """What the line of a step in `metrics.jsonl` has besides, where it was evaluated."""
+    if evaluated is None:
+        return {}
+    record = {
+        "eval_loss": evaluated.loss,
+        "eval_tokens": evaluated.tokens,
+        "eval_seconds": round(evaluated.seconds, 6),
+    }
+    if evaluated.bits_per_byte is not None:
+        record["eval_bits_per_byte"] = evaluated.bits_per_byte
+    return record
 
 
 def _save(session: Session, checkpoints: Checkpoints, state: TrainState, step: int) -> int:

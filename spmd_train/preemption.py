@@ -1,10 +1,11 @@
 """Leaving when asked: SIGTERM or Ctrl-C ends a run after a whole step, the same on all processes.
 
     signal in any process --> wake-up pipe --> a thread --> notice on the board of the run
-    every process, after every step: reached(step)?  <-- JAX's preemption protocol <--'
+    every process, after every step: reached()?      <-- JAX's preemption protocol <--'
 
 JAX's protocol takes the highest step that any process has reported and stops all of them at the
-next one (`multihost_utils.reached_preemption_sync_point`). JAX also begins it on a SIGTERM of its
+next one (`multihost_utils.reached_preemption_sync_point`). Its steps are here the times that a
+process has asked, since a long evaluation asks too. JAX also begins it on a SIGTERM of its
 own handler; ours replaces that one, since it knows neither Ctrl-C nor a second signal.
 """
 
@@ -44,18 +45,22 @@ class Preemption:
     def __init__(self, board: Board | None = None) -> None:
         self._board = board
         self._received: signal.Signals | None = None
+        self._asked = 0
+        self._leaving = False
         self._counting = threading.Event()
 
-    def reached(self, step: int) -> bool:
-        """Whether to save and leave after `step` steps.
+    def reached(self) -> bool:
+        """Whether to save and leave now; once it is, it stays so.
 
-        All processes ask with the same steps, and get the same answer.
+        All processes ask at the same points of the run, and get the same answer.
         """
         if self._board is None:
             return self._received is not None
-        reached: bool = multihost_utils.reached_preemption_sync_point(step)
-        self._counting.set()
-        return reached
+        if not self._leaving:
+            self._asked += 1
+            self._leaving = multihost_utils.reached_preemption_sync_point(self._asked)
+            self._counting.set()
+        return self._leaving
 
     def described(self) -> dict[str, Any]:
         """Which signal, and which processes got it; both empty where JAX itself gave notice."""
@@ -104,8 +109,8 @@ class Preemption:
     def _give_notice(self, received: signal.Signals) -> None:
         """Begin the protocol, but not before this process counts its steps.
 
-        A process that has not yet reported one counts as being at step 0 (JAX 0.10 and 0.12): all
-        of a resumed run would agree on step 1, which never comes.
+        A process that has not yet reported one counts as being at step 0 (JAX 0.10 and 0.12): where
+        another has begun to ask, all would agree on a step that it has passed.
         """
         if self._board is None:
             return

@@ -40,6 +40,37 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Eval:
+    """Loss and bits per byte of a trained model on text it was not trained on.
+
+    Example: python -m spmd_train eval --run runs/a
+
+    Example: python -m spmd_train eval --run runs/a --data other.txt --step 400 --mesh 1x1x1 --json
+    """
+
+    run: str
+    """Run directory."""
+    step: int | None = None
+    """Saved step. Default: the newest sound one."""
+    data: str | None = None
+    """Text file, prepared corpus or Megatron dataset, read with the run's tokenizer. Default: what
+    the run held out (data.eval_fraction)."""
+    mesh: str | None = None
+    """Mesh to evaluate on. Default: the run's."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change a key that a resume may change, as in precision.policy=fp32; any number of times."""
+    batch_size: int | None = None
+    """Rows at a time, rounded up to what the mesh divides. Default: the run's. The result does not
+    depend on it."""
+    batches: int | None = None
+    """Read at most so many batches, their rows evenly spread. Default: all."""
+    platform: Platform | None = None
+    """Refuse to run on anything else. Default: what JAX finds."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
 class Generate:
     """Continue a text with a trained model.
 
@@ -161,6 +192,7 @@ Data = (
 )
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[
         Steps,

@@ -23,7 +23,7 @@ from spmd_train.errors import RequestError
 
 # What a resumed run may change: where and how long it runs and what it shows, never what it learns.
 FREE_ON_RESUME = (
-    *("mesh", "steps", "name", "precision.policy", "log.", "checkpoint.", "watchdog."),
+    *("mesh", "steps", "name", "precision.policy", "log.", "eval.", "checkpoint.", "watchdog."),
     *("guard.max_consecutive_skips", "guard.diagnoses", "guard.rollback_after"),
     "guard.replicas_every",
     *("data.source", "data.mixing", "data.tokenizer"),  # paths; the checkpoint knows the contents
@@ -142,9 +142,9 @@ def resumed_config(
     ]
     if differing:
         raise RequestError(
-            f"--resume cannot change what the run learns: {'; '.join(differing)}. "
-            "May change: mesh, steps, precision.policy, log, checkpoint, watchdog, most guard keys "
-            "and where the same data lie."
+            f"what a run learns cannot be changed: {'; '.join(differing)}. "
+            "May change: mesh, steps, precision.policy, log, eval, checkpoint, watchdog, most "
+            "guard keys and where the same data lie."
         )
     return requested
 

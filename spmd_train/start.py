@@ -13,7 +13,7 @@ from spmd_train import runs
 from spmd_train.checkpoint.manager import NOTHING_FOUND, Checkpoints, Found
 from spmd_train.config import Config
 from spmd_train.differences import first_difference
-from spmd_train.errors import RequestError, RunError
+from spmd_train.errors import RequestError, RunError, listed
 from spmd_train.runs import RunDirectory
 from spmd_train.state import StateSpec, TrainState
 from spmd_train.telemetry.records import RunLog
@@ -65,13 +65,20 @@ def resume(
             f"{key} is {ours} in {run.config} and {theirs} in its checkpoint of step {step}; "
             "a checkpoint goes on only as what it was."
         )
-    if difference := first_difference(meta["data"], data_fingerprint):
-        raise RequestError(
-            f"--resume: the data are not those that {run.path} was trained on: {difference}; give "
-            "the same corpora, prepared with the same tokenizer."
-        )
+    check_same_data(meta, data_fingerprint, run)
     saved = checkpoints.restore(step, spec.abstract_canonical())
     return Start(spec.from_canonical(saved), step, meta["policy"]["name"], None, found)
+
+
+def check_same_data(
+    meta: Mapping[str, Any], data_fingerprint: Mapping[str, Any], run: RunDirectory
+) -> None:
+    """Refuse data (`Stream.identity`) that are not those of a checkpoint with this metadata."""
+    if difference := first_difference(meta["data"], data_fingerprint):
+        raise RequestError(
+            f"the data are not those that {run.path} was trained on: {difference}; give the same "
+            "corpora, prepared with the same tokenizer."
+        )
 
 
 def init_from(source: RunDirectory, config: Config, spec: StateSpec) -> Start:
@@ -97,6 +104,33 @@ def init_from(source: RunDirectory, config: Config, spec: StateSpec) -> Start:
 def load_parameters(checkpoints: Checkpoints, step: int, spec: StateSpec) -> Any:
     """The parameters of a step in their canonical form, without its optimizer state."""
     return checkpoints.restore(step, {"params": spec.abstract_canonical()["params"]})["params"]
+
+
+def load_model(checkpoints: Checkpoints, step: int, spec: StateSpec) -> tuple[Any, Any]:
+    """What a forward pass reads of a step: `TrainState.params` and `TrainState.fp8`."""
+    wanted = {k: v for k, v in spec.abstract_canonical().items() if k in ("params", "fp8")}
+    saved = checkpoints.restore(step, wanted)
+    return spec.image(saved["params"]), saved.get("fp8", {})
+
+
+def find_step(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> Found:
+    """This step of a run, or for None its newest sound one; its files were read and are right.
+
+    Raises:
+        RequestError: there is no such step. RunError: it is damaged.
+    """
+    if step is None:
+        found = checkpoints.newest_sound()
+        sound_step(found, run)
+        return found
+    have = checkpoints.steps()
+    if step not in have:
+        raise RequestError(
+            f"no checkpoint of step {step} in {run.checkpoints}: it has {listed(have) or 'none'}."
+        )
+    if wrong := checkpoints.damage(step):
+        raise RunError(f"step {step} in {run.checkpoints} is damaged: {wrong[0]}.")
+    return Found(step, {})
 
 
 def sound_step(found: Found, run: RunDirectory) -> int:

@@ -1,4 +1,4 @@
-"""One training step, as one compiled SPMD program.
+"""One training step, as one compiled SPMD program; and the loss alone, as another.
 
 Where things cross devices, and in which dtype (everything summed is FP32):
 - over `stage`: activations between neighbours (compute dtype), the vocabulary's sums;
@@ -20,6 +20,7 @@ import optax
 
 from spmd_train.data.batches import Batch, micro_batched
 from spmd_train.mesh import DATA
+from spmd_train.pipeline.evaluate import loss_sum
 from spmd_train.pipeline.execute import Pipeline, loss_and_gradients
 from spmd_train.pipeline.reproducible import (
     COMPILER_OPTIONS,
@@ -109,6 +110,14 @@ class Step:
             new = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return placed(layout.param_spec, placed(layout.optimizer_spec, new)), opt_state
 
+    def eval_step(self, params: Any, history: fp8.ByProduct, batch: Batch) -> dict[str, jax.Array]:
+        """The loss summed over a batch's tokens, and their number; see `pipeline.evaluate`.
+
+        Args:
+            params, history: of a train state.
+        """
+        return loss_sum(self.pipeline, params, fp8.scales_from(history), batch)
+
     def micro_batched(self, batch: Batch) -> Batch:
         """A host batch [B, T] as the step reads it, [M, B/M, T].
 
@@ -132,14 +141,30 @@ class Step:
     def jitted(self) -> Any:
         """The compiled form: state donated, every placement fixed, so that nothing recompiles."""
         shardings = self.spec.shardings()
-        batch = self.spec.layout.named(self.spec.layout.batch_spec)
         return jax.jit(
             self.train_step,
-            in_shardings=(shardings, self._batch_of(batch)),
+            in_shardings=(shardings, self._batch_shardings),
             out_shardings=(shardings, None),
             donate_argnums=0,
-            compiler_options=COMPILER_OPTIONS if self.spec.layout.reproducible else None,
+            compiler_options=self._compiler_options,
         )
+
+    def jitted_eval(self) -> Any:
+        """The compiled form of `eval_step`; nothing is donated."""
+        shardings = self.spec.shardings()
+        return jax.jit(
+            self.eval_step,
+            in_shardings=(shardings.params, shardings.fp8, self._batch_shardings),
+            compiler_options=self._compiler_options,
+        )
+
+    @property
+    def _batch_shardings(self) -> Batch:
+        return self._batch_of(self.spec.layout.named(self.spec.layout.batch_spec))
+
+    @property
+    def _compiler_options(self) -> dict[str, Any] | None:
+        return COMPILER_OPTIONS if self.spec.layout.reproducible else None
 
 
 def _count(opt_state: Any) -> jax.Array:

@@ -165,13 +165,34 @@ class Checkpoints:
         self.wait()
         damaged: dict[int, list[str]] = {}
         for step in reversed(agreed(lambda: files.numbered(self._directory))):
-            wrong = self._damage(step)
+            wrong = self.damage(step)
             if not wrong:
                 return Found(step, damaged)
             damaged[step] = wrong
             if not self._read_only:
                 self._put_aside(step)
         return Found(None, damaged)
+
+    def damage(self, step: int) -> list[str]:
+        """What is wrong with the files of a step, alike on all processes; each reads its share.
+
+        Raises:
+            RunError: a process does not see the files that the first one sees.
+        """
+        path, count = self._path(step), jax.process_count()
+        mine = files.damage(path, slice(jax.process_index(), None, count))
+        if count == 1:
+            return mine
+        damaged = multihost_utils.process_allgather(np.bool_(bool(mine)))
+        if not damaged.any():
+            return []
+        whole = agreed(lambda: files.damage(path))
+        if not whole:
+            raise RunError(
+                f"process {listed(np.flatnonzero(damaged))} cannot read step {step} in"
+                f" {self._directory} as process 0 can: all processes must share the file system."
+            )
+        return whole
 
     def meta(self, step: int) -> dict[str, Any]:
         """The metadata saved with `step`."""
@@ -244,23 +265,6 @@ class Checkpoints:
                 f" {self._directory} has {free / 1e6:,.0f} MB free; free some, or keep fewer steps"
                 f" (checkpoint.keep_last). Saved and intact: {listed(self.steps()) or 'none'}."
             )
-
-    def _damage(self, step: int) -> list[str]:
-        """What is wrong with a step, alike on all processes."""
-        path, count = self._path(step), jax.process_count()
-        mine = files.damage(path, slice(jax.process_index(), None, count))
-        if count == 1:
-            return mine
-        damaged = multihost_utils.process_allgather(np.bool_(bool(mine)))
-        if not damaged.any():
-            return []
-        whole = agreed(lambda: files.damage(path))
-        if not whole:
-            raise RunError(
-                f"process {listed(np.flatnonzero(damaged))} cannot read step {step} in"
-                f" {self._directory} as process 0 can: all processes must share the file system."
-            )
-        return whole
 
     def _put_aside(self, step: int) -> None:
         if self._main:

@@ -55,7 +55,7 @@ def open_source(path: str | None, tokenizer_name: str | None, key: str) -> Token
     Raises:
         RequestError: it cannot be read, or was made with another tokenizer.
     """
-    if path is not None and _holds_ids(Path(path)):
+    if path is not None and holds_ids(Path(path)):
         return _of_corpus(path, tokenizer_name)
     name = _SAMPLE_NAME if path is None else f"{key} {path!r}"
     text = tokenizer(tokenizer_name or "bytes")
@@ -92,7 +92,7 @@ def check_vocabulary(source: TokenSource, model_vocab: int) -> None:
                 )
 
 
-def _holds_ids(path: Path) -> bool:
+def holds_ids(path: Path) -> bool:
     return path.is_dir() or path.suffix in (".bin", ".idx") or Path(f"{path}.idx").is_file()
 
 
@@ -103,9 +103,9 @@ def _of_corpus(path: str, tokenizer_name: str | None) -> TokenSource:
         asked = tokenizer(tokenizer_name)
         if text and asked.fingerprint != text.fingerprint:
             raise RequestError(
-                f"data.tokenizer {tokenizer_name!r} (SHA-256 {asked.fingerprint[:12]}) is not the"
-                f" tokenizer that {path} was prepared with ({text.fingerprint[:12]}): leave the key"
-                " out, or prepare the corpus with it."
+                f"{path} was prepared with another tokenizer (SHA-256 {text.fingerprint[:12]})"
+                f" than {tokenizer_name!r} ({asked.fingerprint[:12]}): prepare it with that one,"
+                " or leave data.tokenizer out if you set it."
             )
         text = asked
     return TokenSource(

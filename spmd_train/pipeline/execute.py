@@ -36,7 +36,7 @@ from spmd_train.data.batches import Batch
 from spmd_train.mesh import DATA, STAGE
 from spmd_train.model import BlockContext, Model
 from spmd_train.model.protocol import plain_product
-from spmd_train.pipeline.accumulate import accumulation
+from spmd_train.pipeline.accumulate import Accumulation, accumulation
 from spmd_train.pipeline.collectives import from_stage, maximum, ordered, reduce, shift, whole
 from spmd_train.pipeline.layers import StageLayers, together
 from spmd_train.pipeline.reproducible import hidden_zero, isolated
@@ -113,7 +113,7 @@ def loss_and_gradients(
         return mapped(params, scales, batch, step, loss_scale)
 
 
-def _when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
+def when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
     """`fn(carry)` if `condition`, else `carry`, updated in place.
 
     A loop of no or one trip: `lax.cond` would hold every accumulator twice.
@@ -153,7 +153,57 @@ def layer_of(p: Pipeline, params: Any, scales: fp8.ByProduct, i: Any) -> tuple[A
         return whole(a, leaf, p.layout, one_layer=True)
 
     weights = tree_map_leaves(pick, p.leaves["blocks"], params["blocks"])
-    return weights, jax.tree.map(lambda s: _at(s, i), scales)
+    return weights, jax.tree.map(lambda s: at(s, i), scales)
+
+
+def vocabulary_of(p: Pipeline, sums: Accumulation, zero: jax.Array) -> Vocabulary:
+    """Both ends of the model; `zero` is `reproducible.hidden_zero`."""
+    ends = (p.model, p.layout, p.leaves, p.policy, sums)
+    return ChunkedVocabulary(*ends, zero) if p.layout.reproducible else Vocabulary(*ends)
+
+
+def stage_layers(
+    p: Pipeline,
+    params: Any,
+    scales: fp8.ByProduct,
+    batch: Batch,
+    row_keys: Callable[[Any], jax.Array | None],
+    zero: jax.Array,
+) -> tuple[StageLayers, Callable[[Any], Callable[[Any], Any]]]:
+    """The layers of this stage, and for micro-batch m what layer i is given besides x.
+
+    Args:
+        batch: [M, B, T] with the B rows here.
+        row_keys: dropout keys of the rows of a micro-batch, None for no dropout.
+        zero: `reproducible.hidden_zero`.
+    """
+    layout, T = p.layout, batch.inputs.shape[-1]
+    L = p.model.config.layers // p.schedule.num_stages
+    stage = lax.axis_index(STAGE)
+    isolate = partial(isolated, zero=zero) if layout.reproducible else together
+    shared = p.model.shared(T) if batch.segments is None else None
+
+    def block(layer_params: Any, x: jax.Array, aux: Any) -> jax.Array:
+        params, scales = layer_params
+        shared, segments, layer, keys = aux
+        product = fp8.product_with(scales) if p.policy.fp8 else plain_product
+        context = BlockContext(
+            *(shared, layer, typed(keys), layout, p.model.attention, product), segments=segments
+        )
+        return layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
+
+    def aux_of(m: Any) -> Callable[[Any], Any]:
+        keys = row_keys(m)
+        if batch.segments is None:
+            return lambda i: (shared, None, stage * L + i, keys)
+        segments = at(batch.segments, m)
+        of_rows = isolate(partial(p.model.shared, T))(segments)
+        return lambda i: (of_rows, segments, stage * L + i, keys)
+
+    def layer_params(i: Any) -> Any:
+        return layer_of(p, params, scales, i)
+
+    return StageLayers(block, layer_params, L, p.remat, isolate), aux_of
 
 
 def _scan(
@@ -166,43 +216,19 @@ def _scan(
 ) -> tuple[dict[str, jax.Array], Any, fp8.ByProduct]:
     """The body of the manual region; the batch is [M, B, T] with B rows here."""
     schedule, layout, policy = p.schedule, p.layout, p.policy
-    S, L = schedule.num_stages, p.model.config.layers // schedule.num_stages
+    S = schedule.num_stages
     inputs, targets = batch.inputs, batch.targets
     M, B, T = inputs.shape
     stage = lax.axis_index(STAGE)
     count, weight = token_weight(targets)
-    shared = p.model.shared(T) if batch.segments is None else None
     sums = accumulation(layout, policy, M)
-    ends = (p.model, layout, p.leaves, policy, sums)
-    vocabulary, isolate = Vocabulary(*ends), together
-    if layout.reproducible:
-        zero = hidden_zero(step)
-        vocabulary, isolate = ChunkedVocabulary(*ends, zero), partial(isolated, zero=zero)
+    zero = hidden_zero(step)
+    vocabulary = vocabulary_of(p, sums, zero)
 
     def row_keys(m: Any) -> jax.Array | None:
         return dropout_keys(p, step, m, B)
 
-    def block(layer_params: Any, x: jax.Array, aux: Any) -> jax.Array:
-        params, scales = layer_params
-        shared, segments, layer, keys = aux
-        product = fp8.product_with(scales) if policy.fp8 else plain_product
-        context = BlockContext(
-            *(shared, layer, typed(keys), layout, p.model.attention, product), segments=segments
-        )
-        return layout.constrain(p.model.block(params, x, context), "batch", "sequence", "embed")
-
-    def aux_of(m: Any) -> Callable[[Any], Any]:
-        keys = row_keys(m)
-        if batch.segments is None:
-            return lambda i: (shared, None, stage * L + i, keys)
-        segments = _at(batch.segments, m)
-        of_rows = isolate(partial(p.model.shared, T))(segments)
-        return lambda i: (of_rows, segments, stage * L + i, keys)
-
-    def layer_params(i: Any) -> Any:
-        return layer_of(p, params, scales, i)
-
-    layers = StageLayers(block, layer_params, L, p.remat, isolate)
+    layers, aux_of = stage_layers(p, params, scales, batch, row_keys, zero)
     x_like = jax.ShapeDtypeStruct((B, T, p.model.config.width), policy.compute)
     recipe = layers.recipe(x_like, aux_of(jnp.int32(0))(jnp.int32(0)))
     keeps_input = p.remat == "stage"
@@ -212,6 +238,7 @@ def _scan(
     slots = schedule.num_slots + idle_writes
 
     def trips(active: jax.Array, never_idle: bool) -> Any:
+        L = layers.count
         return L if never_idle or p.idle == "masked" else jnp.where(active, L, 0)
 
     def masked(active: jax.Array, x: jax.Array) -> jax.Array:
@@ -256,9 +283,9 @@ def _scan(
         first_out = now["backward"][0]
 
         # 1 look-up
-        x = _when(
+        x = when(
             always_forward or first_in != IDLE,
-            lambda _: vocabulary.lookup(params, _at(inputs, first_in), typed(row_keys(first_in))),
+            lambda _: vocabulary.lookup(params, at(inputs, first_in), typed(row_keys(first_in))),
             c["x"],
         )
         x = jnp.where(stage == 0, x, c["x"]) if S > 1 else x
@@ -273,7 +300,7 @@ def _scan(
                 params,
                 totals,
                 from_stage(y, S - 1),
-                _at(targets, last_out),
+                at(targets, last_out),
                 weight,
                 loss_scale,
                 arrival,
@@ -281,7 +308,7 @@ def _scan(
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
             return totals, sums.plus(losses, added, arrival), dys
 
-        c["ends"], c["losses"], c["head_dy"] = _when(
+        c["ends"], c["losses"], c["head_dy"] = when(
             always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
         )
         # 4 backward
@@ -297,11 +324,11 @@ def _scan(
             totals, dx = carry
             dx = from_stage(dx, 0)
             keys = typed(row_keys(first_out))
-            tokens = _at(inputs, first_out)
+            tokens = at(inputs, first_out)
             totals = vocabulary.lookup_gradient(params, totals, tokens, keys, dx, arrivals[0])
             return totals, dx
 
-        c["ends"], first_dx = _when(
+        c["ends"], first_dx = when(
             always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
         )
         # 6 sends
@@ -352,6 +379,6 @@ def _tables(schedule: Schedule) -> dict[str, jax.Array]:
     return {name: jnp.asarray(table) for name, table in tables.items()}
 
 
-def _at(x: jax.Array, m: Any) -> jax.Array:
+def at(x: jax.Array, m: Any) -> jax.Array:
     """Micro-batch m of x [M, B, T]."""
     return lax.dynamic_index_in_dim(x, m, 0, keepdims=False)

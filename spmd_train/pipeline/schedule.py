@@ -139,3 +139,11 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule
         forward[forward_at(m, s), s] = m
         backward[backward_at(m, s), s] = m
     return Schedule(name, S, M, forward, backward)
+
+
+def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+    """The table of an evaluation, M + S - 1 ticks without a backward."""
+    S, M = num_stages, num_microbatches
+    whole = make_schedule("gpipe", S, M)
+    forward = whole.forward[: M + S - 1]
+    return Schedule("forward", S, M, forward, np.full_like(forward, IDLE))

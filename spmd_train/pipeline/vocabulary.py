@@ -173,6 +173,18 @@ class Vocabulary:
         added = {g: self._accumulate(g, totals[g], sums[g], arrival) for g in groups}
         return {**totals, **added}, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
 
+    def loss(self, params: Any, y: jax.Array, targets: jax.Array) -> jax.Array:
+        """Sums [2] of cross-entropy and z-loss over one micro-batch's tokens, without gradients."""
+        rows, read = self.rows(), {g: self._whole(params, g) for g in self.model.head_reads}
+        y = self.layout.constrain(y, "batch", None, "embed")
+        chunks = self._chunks(y.shape, rows.size // self.layout.size(MODEL))
+
+        def one(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+            y, targets = chunk
+            return self._softmax(self._placed_logits(read, y, rows), targets, 1.0, rows)[0]
+
+        return lax.map(one, (in_parts(y, chunks), in_parts(targets, chunks))).sum(0)
+
     def over_logits(self, params: Any, y: jax.Array, fn: Callable[[jax.Array], Any]) -> Any:
         """`fn` of the logits [B, t, V_local] of equal parts of the sequence, stacked first."""
         read = {group: self._whole(params, group) for group in self.model.head_reads}
@@ -180,6 +192,9 @@ class Vocabulary:
         rows = self.rows()
         parts = in_parts(y, self._chunks(y.shape, rows.size // self.layout.size(MODEL)))
         return lax.map(lambda y: fn(self.logits(read, y, rows)), parts)
+
+    def _placed_logits(self, read: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
+        return self.layout.constrain(self.logits(read, y, rows), "batch", None, "vocab")
 
     def _chunks(self, shape: tuple[int, ...], size: int) -> int:
         """Fewest equal parts of the sequence whose logits of `size` rows fit `LOGITS_BYTES`."""
@@ -197,10 +212,20 @@ class Vocabulary:
         scale: jax.Array,
         rows: VocabRows,
     ) -> tuple[jax.Array, Any, jax.Array]:
-        def logits_of(read: Any, y: jax.Array) -> jax.Array:
-            return self.layout.constrain(self.logits(read, y, rows), "batch", None, "vocab")
+        logits, pullback = jax.vjp(lambda read, y: self._placed_logits(read, y, rows), read, y)
+        losses, of_tokens = self._softmax(logits, targets, weight, rows)
+        exponentials, slope, hot, token_weight = of_tokens
+        # Scaled in float32, before anything is cast down: to the step's mean first, or a loss scale
+        # of 2^16 would overflow float16 by construction.
+        d_logits = exponentials * slope[..., None] - hot
+        gradients, dy = pullback(d_logits * (token_weight * scale)[..., None])
+        return losses, gradients, reduce(dy, STAGE)
 
-        logits, pullback = jax.vjp(logits_of, read, y)
+    def _softmax(
+        self, logits: jax.Array, targets: jax.Array, weight: Any, rows: VocabRows
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Weighted sums [2] of cross-entropy and z-loss, and what their gradient is made of:
+        exponentials and hot targets [B, t, V_local], slope and weight of each token [B, t]."""
         logits = jnp.where(rows.padding, MASKED, logits)
         top = maximum(logits.max(-1), STAGE)[..., None]
         exponentials = jnp.exp(logits - top)
@@ -217,9 +242,5 @@ class Vocabulary:
                 jnp.sum(self.z_loss * log_z**2 * token_weight),
             ]
         )
-        slope = 1.0 + 2.0 * self.z_loss * log_z  # d(nll + z log_z^2) / d(log_z)
-        # Scaled in float32, before anything is cast down: to the step's mean first, or a loss scale
-        # of 2^16 would overflow float16 by construction.
-        d_logits = exponentials * (slope / total)[..., None] - hot
-        gradients, dy = pullback(d_logits * (token_weight * scale)[..., None])
-        return losses, gradients, reduce(dy, STAGE)
+        slope = (1.0 + 2.0 * self.z_loss * log_z) / total  # d(nll + z log_z^2) / d(exponential)
+        return losses, (exponentials, slope, hot, token_weight)

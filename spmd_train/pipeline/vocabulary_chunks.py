@@ -99,6 +99,17 @@ class ChunkedVocabulary(Vocabulary):
             added[name] = self._accumulate(group, totals[name], gradients[group], arrival)
         return {**totals, **added}, losses, self.layout.constrain(dy, "batch", "sequence", "embed")
 
+    def loss(self, params: Any, y: jax.Array, targets: jax.Array) -> jax.Array:
+        leaves = {group: self.leaves[group] for group in self.model.head_reads}
+        loss = self._by_model_shard(self._sum_loss, leaves, lambda of_params: P())
+        y = self.layout.constrain(y, "batch", None, "embed")
+        return loss({group: params[group] for group in leaves}, self.zero, y, targets)
+
+    def _sum_loss(self, read: Any, zero: jax.Array, y: jax.Array, targets: jax.Array) -> jax.Array:
+        Q = self._chunks(y.shape, self._chunk_size)
+        one = jnp.float32(1.0)
+        return self._softmax_of(read, zero, in_parts(y, Q), in_parts(targets, Q), one, one)[0]
+
     def _head(
         self,
         read: Any,
@@ -113,16 +124,50 @@ class ChunkedVocabulary(Vocabulary):
         B, T, D = y.shape
         Q = self._chunks(y.shape, self._chunk_size)
         y, targets = in_parts(y, Q), in_parts(targets, Q)
+        losses, *of_tokens = self._softmax_of(read, zero, y, targets, weight, scale)
 
-        def logits_of(part: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
-            return jnp.where(rows.padding, MASKED, self.logits(part, y, rows))
+        def differentiate(part: Any, first: Any, *arrays: jax.Array) -> tuple[Any, jax.Array]:
+            rows = self._chunk_rows(first)
+
+            def one(sums: Any, now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+                y, targets, top, slope, token_weight = now
+                logits, pullback = jax.vjp(lambda p, y: self._masked_logits(p, y, rows), part, y)
+                exponentials = jnp.exp(logits - top[..., None])
+                d_logits = exponentials * slope[..., None] - rows.hot(targets)
+                gradients, dy = pullback(d_logits * token_weight[..., None])
+                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients), dy
+
+            empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), part)
+            sums, dy = lax.scan(one, empty, arrays)
+            return sums, jnp.swapaxes(dy, 0, 1).reshape(B, T, D)
+
+        arrays, like = (y, targets, *of_tokens), jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+        gradients, dy = self._sum_over_chunks(differentiate, leaves, read, arrays, like, zero)
+        return losses, gradients, dy.astype(y.dtype)
+
+    def _masked_logits(self, part: Any, y: jax.Array, rows: VocabRows) -> jax.Array:
+        return jnp.where(rows.padding, MASKED, self.logits(part, y, rows))
+
+    def _softmax_of(
+        self,
+        read: Any,
+        zero: jax.Array,
+        y: jax.Array,
+        targets: jax.Array,
+        weight: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        """The first pass, of parts y [Q, B, T/Q, D]: losses [2]; then of each token the largest
+        logit, the slope of its loss and its scaled weight [Q, B, T/Q]."""
+        leaves = {group: self.leaves[group] for group in read}
+        Q, B, t = targets.shape
 
         def measure(part: Any, first: Any, y: jax.Array, targets: jax.Array) -> jax.Array:
             rows = self._chunk_rows(first)
 
             def one(_: None, now: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
                 y, targets = now
-                logits = logits_of(part, y, rows)
+                logits = self._masked_logits(part, y, rows)
                 top = logits.max(-1)
                 exponentials = jnp.exp(logits - top[..., None]).sum(-1)
                 at_target = jnp.where(rows.hot(targets), logits, 0.0).sum(-1)
@@ -151,29 +196,10 @@ class ChunkedVocabulary(Vocabulary):
             slope = (1.0 + 2.0 * self.z_loss * log_z) / total  # d(nll + z log_z^2) / d(exponential)
             return losses, top, slope, token_weight * scale
 
-        measures = jnp.zeros((self._chunks_here, Q, 3, B, T // Q), jnp.float32)
+        measures = jnp.zeros((self._chunks_here, Q, 3, B, t), jnp.float32)
         measures = lax.fori_loop(0, self._chunks_here, measure_chunk, measures)
         measures = lax.all_gather(measures, (STAGE, MODEL), tiled=True)  # [C, Q, 3, B, T/Q]
-        losses, *of_tokens = isolated(softmax, zero)(measures, targets, weight, scale)
-
-        def differentiate(part: Any, first: Any, *arrays: jax.Array) -> tuple[Any, jax.Array]:
-            rows = self._chunk_rows(first)
-
-            def one(sums: Any, now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-                y, targets, top, slope, token_weight = now
-                logits, pullback = jax.vjp(lambda p, y: logits_of(p, y, rows), part, y)
-                exponentials = jnp.exp(logits - top[..., None])
-                d_logits = exponentials * slope[..., None] - rows.hot(targets)
-                gradients, dy = pullback(d_logits * token_weight[..., None])
-                return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients), dy
-
-            empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), part)
-            sums, dy = lax.scan(one, empty, arrays)
-            return sums, jnp.swapaxes(dy, 0, 1).reshape(B, T, D)
-
-        arrays, like = (y, targets, *of_tokens), jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-        gradients, dy = self._sum_over_chunks(differentiate, leaves, read, arrays, like, zero)
-        return losses, gradients, dy.astype(y.dtype)
+        return isolated(softmax, zero)(measures, targets, weight, scale)
 
     # ------------------------------------------------------------------------------ the chunks
     @property

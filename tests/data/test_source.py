@@ -217,7 +217,10 @@ def test_other_tokenizers(tmp_path: Path):
     assert f"{a} and {b} were made with different tokenizers (SHA-256" in message
     assert f"{marks[0]} and {marks[1]}" in message
     message = refused(a, "data.tokenizer=bytes", vocab=300)
-    assert f"data.tokenizer 'bytes' (SHA-256 {marks[1]}) is not the tokenizer that {a}" in message
+    assert (
+        f"{a} was prepared with another tokenizer (SHA-256 {marks[0]}) than 'bytes' ({marks[1]})"
+        in message
+    )
     assert marks[0] in message
     assert load(a, f"data.tokenizer={a}", vocab=300)
     assert "tokenizer 'gpt2' is not known" in refused(None, "data.tokenizer=gpt2")
