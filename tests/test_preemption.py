@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import events, losses
+from commands import events, losses, records
 from processes import SLOW_DATA, arguments, finish, start, wait_for_steps
 
 from spmd_train.cli import main
@@ -68,6 +68,39 @@ def test_one_process_told_stops_all_at_one_step(whole: Path, tmp_path: Path) -> 
     assert (out / "checkpoints" / str(step) / "commit_success.txt").exists()
     assert main(["--resume", "--out", str(out), "--mesh", "1x1x1"]) == 0
     np.testing.assert_allclose(losses(out), losses(whole), rtol=1e-5)
+
+
+SLOW_EVALUATION = """
+import time
+from spmd_train.data.heldout import Heldout
+rows = Heldout.rows
+def slow_rows(heldout, numbers):
+    time.sleep(0.3)
+    return rows(heldout, numbers)
+Heldout.rows = slow_rows
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_two_processes_does_not_delay_leaving(tmp_path: Path) -> None:
+    """The one in which a signal came is left out, the others are those of one process."""
+    sets = ("data.eval_fraction=0.05", "eval.every_steps=3", "eval.batches=20")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert main(arguments(whole, "1x1x1", STEPS, *sets)) == 0
+    running = start(arguments(out, "2x1x1", STEPS, *sets), processes=2, first=SLOW_EVALUATION)
+    wait_for_steps(out, 5, running)
+    time.sleep(1)  # of the six seconds that the next takes
+    running[1].send_signal(signal.SIGTERM)
+    statuses, errors = finish(running)
+    assert statuses == [0, 0], errors
+    assert [e["step"] for e in events(out, "preemption")] == [6]
+    lines = records(out)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3]
+    want = records(whole)
+    assert lines[2]["eval_loss"] == pytest.approx(want[2]["eval_loss"], rel=1e-5)
+    assert lines[2]["eval_tokens"] == want[2]["eval_tokens"] == 20 * 4 * 32
+    assert main(["--resume", "--out", str(out), "--mesh", "1x1x1"]) == 0
+    assert records(out)[-1]["eval_loss"] == pytest.approx(want[-1]["eval_loss"], rel=1e-5)
 
 
 def test_a_run_without_a_checkpoint_is_resumed_at_its_start(

@@ -112,7 +112,7 @@ def test_ids_without_a_tokenizer_cannot_be_spoken(tmp_path: Path, capsys: Any) -
     assert "was trained on ids of which no tokenizer is known" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("packing", ["documents", "padded"])
+@pytest.mark.parametrize("packing", ["documents", pytest.param("padded", marks=pytest.mark.slow)])
 def test_prepared_documents_train_alike_on_every_mesh(packing: str, tmp_path: Path) -> None:
     """From the corpus to the compiled step: documents of many lengths, some longer than a row."""
     texts = ["word " * (1 + i * 7 % 13) + str(i) for i in range(80)]

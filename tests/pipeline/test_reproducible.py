@@ -294,7 +294,9 @@ def test_gradients_cross_data_in_the_dtype_asked_for(zero):
     program = run("2x2x2", *options, *half, base=T0)
     got = train("2x2x2", *options, *half, base=T0, steps=1)
     want = autodiff(configure("1x1x1", base=T0))
-    rounded = 2 * (2 if zero == 2 else 1)  # slices: of each data shard, with ZeRO 2 each micro-batch
+    rounded = 2 * (
+        2 if zero == 2 else 1
+    )  # slices: of each data shard, with ZeRO 2 each micro-batch
     assert_same_gradients(got.gradients, want.gradients, rounded * 2**-9)
     assert different(got, want), "something was rounded"
     lowered = program.step.jitted().lower(program.spec.abstract(), program.batch()).as_text()
