@@ -7,6 +7,7 @@ are the strings "nan", "inf" and "-inf", which `float()` reads like any number.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -104,9 +105,12 @@ class _Appender:
     def append(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
             raise RunError(f"{self._path} is closed: nothing can be appended.")
+        line = json.dumps(_plain(record), allow_nan=False) + "\n"
         try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.write(line)
         except OSError as error:
+            with contextlib.suppress(OSError):  # closing tries to write the same line again
+                self.close()
             raise self._failure(error) from error
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -120,9 +124,9 @@ class _Appender:
         self.open()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _failure(self, error: OSError) -> RunError:
         reason = error.strerror or str(error)

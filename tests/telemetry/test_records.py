@@ -127,11 +127,14 @@ def test_unwritable_directory_is_named(tmp_path):
 
 
 def test_a_full_disk_is_a_run_error(tmp_path):
+    """And not a second error when the log is closed, which would hide why the run ended."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     (tmp_path / "events.jsonl").touch()
-    log = RunLog(tmp_path)
-    with pytest.raises(RunError, match="No space left"):
-        log.metrics({"step": 1})
+    with RunLog(tmp_path) as log:
+        with pytest.raises(RunError, match="cannot write .*metrics.jsonl: No space left"):
+            log.metrics({"step": 1})
+        log.event("stop", step=0)
+    assert strict(tmp_path / "events.jsonl")[0]["event"] == "stop"
 
 
 def test_a_closed_log_says_so(tmp_path):
