@@ -1,1 +1,1 @@
-"""Which mesh, will it fit, how fast, and why not the others: a cluster and a model in, plans out."""
+"""Which mesh, will it fit, how fast, and why not the others: cluster and model in, plans out."""

@@ -44,7 +44,7 @@ class Measured(Section):
             bandwidth per node.
     """
 
-    matmul_tflops: dict[ComputeType, Positive] = {}
+    matmul_tflops: dict[ComputeType, Positive] = Field(default_factory=dict)
     link_gigabytes_per_second: Positive | None = None
     link_latency_microseconds: Positive | None = None
     network_gigabytes_per_second: Positive | None = None
@@ -62,7 +62,7 @@ class ClusterFile(Section):
     link: Link | None = None
     network: Network | None = None
     measured: Measured = Measured()
-    accelerators: dict[str, Accelerator] = {}
+    accelerators: dict[str, Accelerator] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> ClusterFile:

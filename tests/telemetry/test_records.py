@@ -131,7 +131,7 @@ def test_a_full_disk_is_a_run_error(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     (tmp_path / "events.jsonl").touch()
     with RunLog(tmp_path) as log:
-        with pytest.raises(RunError, match="cannot write .*metrics.jsonl: No space left"):
+        with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left"):
             log.metrics({"step": 1})
         log.event("stop", step=0)
     assert strict(tmp_path / "events.jsonl")[0]["event"] == "stop"
