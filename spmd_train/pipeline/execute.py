@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.data.batches import Batch
-from spmd_train.mesh import DATA, STAGE
+from spmd_train.mesh import DATA, MODEL, STAGE
 from spmd_train.model import BlockContext, Model
 from spmd_train.model.protocol import plain_product
 from spmd_train.pipeline.accumulate import Accumulation, accumulation
@@ -203,7 +203,8 @@ def stage_layers(
     def layer_params(i: Any) -> Any:
         return layer_of(p, params, scales, i)
 
-    return StageLayers(block, layer_params, L, p.remat, isolate), aux_of
+    in_order = layout.size(MODEL) == 1
+    return StageLayers(block, layer_params, L, p.remat, isolate, in_order), aux_of
 
 
 def _scan(
