@@ -96,7 +96,9 @@ def of_device(device_kind: str) -> tuple[str, Accelerator] | None:
     """
     for name, each in accelerators().items():
         for pattern in each.device_kind.split("|"):
-            if re.search(rf"\b{re.escape(pattern)}\b(?! ?(?:lite|PCIe|NVL|D|Laptop)\b)", device_kind):
+            if re.search(
+                rf"\b{re.escape(pattern)}\b(?! ?(?:lite|PCIe|NVL|D|Laptop)\b)", device_kind
+            ):
                 return name, each
     return None
 
