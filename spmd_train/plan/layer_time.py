@@ -63,6 +63,7 @@ class LayerTime:
         attention: of the scores, softmax and values in `forward`.
         elementwise: of the passes over memory in `forward`, those of attention aside.
         last: the product of `forward` whose result no gradient needs.
+        waits: (forward, backward) seconds in them that the device waits for the host.
     """
 
     forward: float
@@ -70,6 +71,7 @@ class LayerTime:
     attention: float
     elementwise: float
     last: float
+    waits: tuple[float, float] = (0.0, 0.0)
 
     def recompute(self, remat: str, eager: bool) -> float:
         """Forward work repeated before the backward (the policies of workload.Remat).
@@ -118,11 +120,21 @@ def layer_time(r: Rates, t: Transformer, on: Part) -> LayerTime:
     backward = (
         backward_dots + scores_backward + streaming(r, backward_bytes + gradients, kernels[1])
     )
+    waits = (0.0, 0.0)
     if on.eager:
-        host = r.constants.dispatch_seconds
-        forward = max(forward, EAGER_OPERATIONS[0] * host)
-        backward = max(backward, EAGER_OPERATIONS[1] * host)
-    return LayerTime(forward, backward, scores_forward, elementwise, forward_dots[-1])
+        forward_host, backward_host = (
+            (n + (2 if on.model > 1 else 0)) * r.constants.dispatch_seconds
+            for n in EAGER_OPERATIONS
+        )
+        waits = max(0.0, forward_host - forward), max(0.0, backward_host - backward)
+    return LayerTime(
+        forward + waits[0],
+        backward + waits[1],
+        scores_forward,
+        elementwise,
+        forward_dots[-1],
+        waits,
+    )
 
 
 def _attention(r: Rates, t: Transformer, on: Part) -> tuple[float, float]:
@@ -141,8 +153,8 @@ def _attention(r: Rates, t: Transformer, on: Part) -> tuple[float, float]:
     elements = count * Q * T
     scores = product(r, Q, T, E, on.compute, count)
     values = product(r, Q, E, T, on.compute, count)
-    forward = scores + values + streaming(r, 9.0 * elements, 2)
-    backward = 2 * scores + 2 * values + streaming(r, 11.0 * elements, 2)
+    forward = scores + values + streaming(r, 8.0 * elements, 2)
+    backward = 2 * scores + 2 * values + streaming(r, 9.0 * elements, 2)
     return forward, backward
 
 

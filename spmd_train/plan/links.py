@@ -30,13 +30,18 @@ SWITCH_EFFICIENCY = 0.78
 NETWORK_EFFICIENCY = 0.74
 # A TPU ring has no protocol to lose time to; the scaling book counts 90 %.
 TORUS_EFFICIENCY = 0.9
-# Of a collective without content, in a node: nccl-tests 40 to 48 us on 8 A100, H200, B200, of which
-# a stream of collectives hides the launch. A TPU starts one in about a microsecond per hop.
-SWITCH_LATENCY_SECONDS = 25e-6
+# A switch that adds up and multicasts (NVLink SHARP) moves an all-reduce's bytes once, at 480 / 1.75
+# of the 450 GB/s of 8 H200.
+MULTICAST_EFFICIENCY = 0.61
+# Of a collective without content, in a node: nccl-tests takes 44 us for 1 MiB among 2 A100, 51
+# among 4, 93 among 8, and 40 to 48 for 32 KiB among 8 A100, H200 or B200. A TPU starts one in about
+# a microsecond per hop.
+SWITCH_LATENCY_SECONDS, STEP_LATENCY_SECONDS = 20e-6, 2.5e-6
 HOP_LATENCY_SECONDS = 1e-6
-# What a switched ring loses to filling and draining before large messages run at full speed: on 8
-# A100 the excess over bytes / bandwidth grows to some 150 us at 64 MiB and stays there.
-RAMP_SECONDS = 150e-6
+# What a ring loses to filling and draining before large messages run at full speed: on 8 A100 the
+# excess over bytes / bandwidth grows to some 150 us at 64 MiB and stays there; between 4 nodes of
+# B200 to some 400 us.
+RAMP_SECONDS, NETWORK_RAMP_SECONDS = 150e-6, 400e-6
 RAMP_BYTES = 32 * 2**20
 
 
@@ -48,9 +53,10 @@ class Links:
         per_node: devices of a node.
         topology: of a torus, devices along each dimension; None for a switch.
         link: of one device within its node, of a torus along one dimension.
-        latency: of a small collective in a node, on a torus of one hop.
+        latency: of a small collective in a node, besides its steps; on a torus of one hop.
         network: of one device's share between nodes; 0 with one node.
         network_latency: of one hop between nodes.
+        multicast: whether the switch does the sums.
     """
 
     per_node: int
@@ -59,6 +65,7 @@ class Links:
     latency: float
     network: float
     network_latency: float
+    multicast: bool
 
     @classmethod
     def of(cls, cluster: Cluster) -> Links:
@@ -88,6 +95,7 @@ class Links:
             latency=latency,
             network=network / per_node,
             network_latency=network_latency,
+            multicast=cluster.link.multicast and not measured.link_gigabytes_per_second,
         )
 
 
@@ -152,7 +160,11 @@ def all_reduce(links: Links, who: Group, size_bytes: float) -> float:
     """Seconds of an all-reduce of `size_bytes`: a reduce-scatter and an all-gather."""
     if who.size == 1:
         return 0.0
-    return _start(links, who, size_bytes, 2) + 2 * _moving(links, who, size_bytes)
+    moving = 2 * _moving(links, who, size_bytes)
+    if links.multicast and who.nodes == 1:
+        once = size_bytes / (links.link * MULTICAST_EFFICIENCY / SWITCH_EFFICIENCY)
+        moving = min(moving, once)
+    return _start(links, who, size_bytes, 2) + moving
 
 
 @cache
@@ -186,5 +198,7 @@ def _start(links: Links, who: Group, size_bytes: float, passes: int) -> float:
     if links.topology is not None:
         hops = math.ceil(who.inside ** (1 / who.dimensions) / 2) * who.dimensions
         return links.latency * passes * hops + between
-    ramp = RAMP_SECONDS * size_bytes / (size_bytes + RAMP_BYTES)
-    return (links.latency + ramp) * passes / 2 + between
+    ramp = RAMP_SECONDS if who.nodes == 1 else NETWORK_RAMP_SECONDS
+    ramp *= size_bytes / (size_bytes + RAMP_BYTES)
+    steps = passes * (who.inside - 1)
+    return links.latency + STEP_LATENCY_SECONDS * steps + ramp * passes / 2 + between

@@ -138,7 +138,7 @@ def step_time(transformer: Transformer, execution: Execution, cluster: Cluster) 
     layer = layer_time(rates, t, on)
     spread = e.vocabulary == "spread"
     ends = ends_time(rates, t, on, mesh.model * (S if spread else 1))
-    crossing = _model_crossing(links, model, t.width, on, e.remat, e.eager)
+    crossing = _model_crossing(links, model, t.width, on, e.remat, layer.waits)
     ring_exposed, ring_hidden = _context_crossing(links, context, t, on, layer)
     recompute = layer.recompute(e.remat, e.eager)
 
@@ -250,17 +250,20 @@ class Crossing(NamedTuple):
 
 @cache
 def _model_crossing(
-    links: Links, who: Group, width: int, on: Part, remat: str, eager: bool
+    links: Links, who: Group, width: int, on: Part, remat: str, waits: tuple[float, float]
 ) -> Crossing:
     """Two sums of the residual in each direction (Shoeybi et al. 2019, section 3), each a
-    reduce-scatter and an all-gather under sequence parallelism; once more where recomputed."""
+    reduce-scatter and an all-gather under sequence parallelism; once more where recomputed.
+    While the device waits for the host, they cost nothing."""
     if who.size == 1:
         return Crossing(0.0, 0.0, 0.0, 0.0)
     whole = on.tokens * width * DTYPE_BYTES[on.compute if on.compute != "float8" else "bfloat16"]
     one = 2 * half(links, who, whole) if on.sequence_parallel else all_reduce(links, who, whole)
-    again = {"full": 2.0 if eager else 1.5, "stage": 3.5}.get(remat, 0.0)
+    again = {"full": 2.0 if on.eager else 1.5, "stage": 3.5}.get(remat, 0.0)
     sent = (4 + again) * 2 * (who.size - 1) / who.size * whole
-    return Crossing(2 * one, (2 + again) * one, 2 * one, sent)
+    forward = max(0.0, 2 * one - waits[0])
+    repeated = max(0.0, again * one - waits[0])
+    return Crossing(forward, max(0.0, 2 * one - waits[1]) + repeated, 2 * one, sent)
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_train.mesh import MeshShape
-from spmd_train.plan.cluster import Cluster, Network
+from spmd_train.plan.cluster import Cluster, Network, torus
 from spmd_train.plan.hardware import accelerator
 from spmd_train.plan.timing import step_time
 from spmd_train.plan.workload import Execution, Transformer
@@ -107,3 +107,43 @@ def gpu_cases() -> list[Case]:
         *(megatron(row, 100) for row in tables.vtrain("multi")),
         *(megatron(row, 100) for row in tables.vtrain("single")),
     ]
+
+
+# Gb/s of one chip between slices: hardware_specs.csv, DCN.
+DCN = {"v5e": 25, "v5p": 50, "v6e": 100}
+
+
+def maxtext(row: Row) -> Case:
+    """FSDP over the chips that tensor parallelism leaves, one micro-batch, everything overlapped."""
+    f = row.facts
+    if "model" in f:
+        width, heads, kv_heads, head_dim, ffn, layers, vocab, gated = tables.MODELS[f["model"]]
+    else:
+        width, heads, kv_heads, head_dim = row.hidden, row.heads, row.heads, 128
+        ffn, layers, vocab, gated = f["ffn"], row.layers, row.vocab, True
+    a = accelerator(f["chip"])
+    per_node = f["chips"] // f["slices"]
+    cluster = Cluster(
+        name=f["chip"], accelerator_name=f["chip"], accelerator=a, nodes=f["slices"],
+        per_node=per_node, topology=torus(per_node, a.link.dimensions), link=a.link,
+        network=Network(gigabytes_per_second=DCN[f["chip"]] / 8 * per_node)
+        if f["slices"] > 1 else None,
+    )  # fmt: skip
+    execution = Execution(
+        mesh=MeshShape(data=row.data, model=row.model),
+        microbatches=1,
+        microbatch_size=row.micro_batch,
+        sequence_length=row.sequence,
+        zero=3,
+        remat=f["remat"],
+        compute=f["compute"],
+        sequence_parallel=True,
+        overlap_data=True,
+        reduce_bytes=2,
+    )
+    shape = Transformer(layers, width, heads, kv_heads, head_dim, ffn, vocab, gated=gated)
+    return Case(row, shape, execution, cluster)
+
+
+def tpu_cases() -> list[Case]:
+    return [maxtext(row) for row in (*tables.tpu_recipes(), *tables.maxtext())]

@@ -161,3 +161,94 @@ def vtrain(which: str) -> list[Row]:
             )
         )  # fmt: skip
     return rows
+
+
+MODELS = {  # width, query heads, key heads, head_dim, ffn, layers, vocabulary, gated: config.json
+    "Llama3.1-8B": (4096, 32, 8, 128, 14336, 32, 128256, True),
+    "Llama3.1-70B": (8192, 64, 8, 128, 28672, 80, 128256, True),
+    "Llama3.1-405B": (16384, 128, 8, 128, 53248, 126, 128256, True),
+    "Llama2-70B": (8192, 64, 8, 128, 28672, 80, 32000, True),
+    "Mistral-7B": (4096, 32, 8, 128, 14336, 32, 32768, True),
+    "GPT3-175B": (12288, 96, 96, 128, 49152, 96, 50304, False),
+}
+LENGTHS = {"Llama2-70B": 4096, "GPT3-175B": 2048}  # else 8192: the recipes' max_target_length
+
+
+def tpu_recipes() -> list[Row]:
+    """Dense recipes: step seconds of the log. Sharding is FSDP over all chips (`ici_fsdp_parallelism`
+    -1, and over slices for 405B on v6e), one micro-batch; remat policies recompute the layer but for
+    projections kept on the host, so nearly all of it."""
+    rows = []
+    for r in read("tpu_recipes_step_logs.csv"):
+        folder = r["recipe"].split("/")[1:]
+        model = folder[0].removesuffix("-MaxText")
+        if model not in MODELS or r["recipe"] == "v5p/GPT3-175B-MaxText":
+            continue
+        width, heads, _, _, _, layers, vocab, _ = MODELS[model]
+        length = LENGTHS.get(model, 8192)
+        batch = r["tokens_per_step"] // length
+        rows.append(
+            Row(
+                "tpu-recipes", "", f"{r['chip']} {' '.join(folder)}", r["step_s"],
+                width, heads, layers, length, vocab, 1, 1, r["devices_derived"], batch,
+                batch // r["devices_derived"],
+                more=(
+                    ("chip", r["chip"]), ("model", model), ("chips", r["devices_derived"]),
+                    ("slices", 2 if r["recipe"] == "trillium/Llama3.1-405B-MaxText" else 1),
+                    ("compute", "float8" if "fp8" in folder else "bfloat16"),
+                    ("remat", "full"),
+                ),
+            )
+        )  # fmt: skip
+    return rows
+
+
+# configs/tpu/*/*.sh of maxtext, which the README tables are of: sequences a chip, ways of tensor
+# parallelism, remat policy.
+MAXTEXT = {
+    ("v5e", "16B"): (6, 1, "full"),
+    ("v5e", "32B"): (4, 1, "full"),
+    ("v5e", "128B"): (1, 16, "full"),
+    ("v5p", "32B"): (6, 4, "dots"),
+    ("v5p", "64B"): (3, 4, "dots"),
+    ("v5p", "128B"): (1, 8, "dots"),
+    ("v5p", "256B"): (1, 8, "dots"),
+    ("v5p", "512B"): (2, 8, "full"),
+    ("v5p", "1024B"): (2, 16, "full"),
+}
+
+
+def scaled(billions: int) -> tuple[int, int, int, int]:
+    """Width, heads, ffn, layers of maxtext's `global_parameter_scale` (pyconfig.py): from 2048, 16,
+    7168, 16 it doubles heads and ffn, then the width, then the layers, in turn."""
+    whole, rest = divmod(billions.bit_length() - 1, 3)
+    wide = 2 ** (whole + (rest > 0))
+    return 2048 * 2 ** (whole + (rest > 1)), 16 * wide, 7168 * wide, 16 * 2**whole
+
+
+def maxtext() -> list[Row]:
+    """README tables: TFLOP/s per chip, attention counted whole (before PR 1988)."""
+    rows = []
+    for r in read("maxtext_tpu_v4_v5e_v5p_v6e.csv"):
+        setting = MAXTEXT.get((r["chip"], r["model"]))
+        if setting is None or r["consistency"] != "ok" or r["slices"] > 1 or "parent" in r["source"]:
+            continue
+        per_chip, model, remat = setting
+        width, heads, ffn, layers = scaled(int(r["model"].removesuffix("B")))
+        matrices = layers * (4 * width * heads * 128 + 3 * width * ffn) + 32000 * width
+        tokens = per_chip * 2048 * r["chips"]
+        flops = tokens * (6 * matrices + 12 * layers * heads * 128 * 2048)
+        data = r["chips"] // model
+        rows.append(
+            Row(
+                f"MaxText {r['chip']}", "", f"{r['model']} {r['hardware']}",
+                flops / (r["tflops_per_chip"] * 1e12 * r["chips"]),
+                width, heads, layers, 2048, 32000, model, 1, data, tokens // 2048,
+                per_chip * model,
+                more=(
+                    ("chip", r["chip"]), ("chips", r["chips"]), ("slices", 1),
+                    ("ffn", ffn), ("remat", remat), ("compute", "bfloat16"),
+                ),
+            )
+        )  # fmt: skip
+    return rows
