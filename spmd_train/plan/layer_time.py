@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from spmd_train.plan.rates import DTYPE_BYTES, Rates, product, streaming
+from spmd_train.plan.rates import Rates, product, streaming
 from spmd_train.plan.workload import Transformer
 
 # Kernels of one layer, forward and backward, sent by the host one by one: Megatron-LM's layer has
 # about so many operations, gradient additions among the latter.
 EAGER_OPERATIONS = (24, 40)
+# Of them, element-wise kernels outside attention; and those a compiler makes of them.
+EAGER_PASSES, COMPILED_PASSES = (6, 20), (5, 8)
 
 
 @dataclass(frozen=True)
@@ -89,52 +92,71 @@ class LayerTime:
         }[remat]
 
 
+class Sizes(NamedTuple):
+    """Local sizes, by the letters above, and the (N, K) of each product with weights."""
+
+    R: int
+    D: int
+    A: int
+    B: int
+    F: int
+    P: float
+    dots: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, t: Transformer, on: Part) -> Sizes:
+        D, F, A = t.width, t.ffn // on.model, t.heads * t.head_dim // on.model
+        B = max(t.kv_heads // on.model, 1) * t.head_dim
+        dots = ((A + 2 * B, D), (D, A), ((2 if t.gated else 1) * F, D), (D, F))
+        return cls(on.tokens, D, A, B, F, t.matrix_parameters / on.model, dots)
+
+
 @cache
 def layer_time(r: Rates, t: Transformer, on: Part) -> LayerTime:
     """One transformer layer."""
-    R, D, F, size = on.tokens, t.width, t.ffn // on.model, DTYPE_BYTES[on.compute]
-    A = t.heads * t.head_dim // on.model
-    B = max(t.kv_heads // on.model, 1) * t.head_dim
-    gates = 2 if t.gated else 1
-    dots = [(A + 2 * B, D), (D, A), (gates * F, D), (D, F)]  # (N, K) of each product with weights
-    forward_dots = [product(r, R, N, K, on.compute) for N, K in dots]
-    backward_dots = sum(
-        product(r, R, K, N, on.compute) + product(r, K, N, R, on.compute) for N, K in dots
+    z = Sizes.of(t, on)
+    products = [product(r, z.R, N, K, on.compute) for N, K in z.dots]
+    transposed = sum(
+        product(r, z.R, K, N, on.compute) + product(r, K, N, z.R, on.compute) for N, K in z.dots
     )
-    scores_forward, scores_backward = _attention(r, t, on)
-    residual = on.residual_tokens * D
-    activations = 16 // 8
-    norm, act = 2 * activations, (gates + 1) * activations
-    if on.eager:  # with bias and dropout (one byte of mask) as separate passes
-        forward_bytes = (2 * norm + 2 * 7) * residual + 4 * R * A + act * R * F
-        backward_bytes = (2 * 10 + 2 * 13) * residual + 16 * R * A + (act + 4) * R * F
-        kernels = (6, 20)
-    else:
-        forward_bytes = 2 * norm * residual + 2 * activations * R * (A + B) + act * R * F
-        backward_bytes = 2 * 10 * residual + 2 * activations * R * (A + B) + (2 * act - 2) * R * F
-        kernels = (5, 8)
-    P = t.matrix_parameters / on.model
-    gradients = (6 if on.eager else 10) * P  # added to 16-bit, or FP32, accumulators
+    scores, scores_backward = _attention(r, t, on)
+    forward_bytes, backward_bytes = _passes(t, on, z)
+    kernels = EAGER_PASSES if on.eager else COMPILED_PASSES
     elementwise = streaming(r, forward_bytes, kernels[0])
-    forward = sum(forward_dots) + scores_forward + elementwise
-    backward = (
-        backward_dots + scores_backward + streaming(r, backward_bytes + gradients, kernels[1])
-    )
+    forward = sum(products) + scores + elementwise
+    backward = transposed + scores_backward + streaming(r, backward_bytes, kernels[1])
     waits = (0.0, 0.0)
     if on.eager:
-        forward_host, backward_host = (
-            (n + (2 if on.model > 1 else 0)) * r.constants.dispatch_seconds
-            for n in EAGER_OPERATIONS
-        )
-        waits = max(0.0, forward_host - forward), max(0.0, backward_host - backward)
+        collectives = 2 if on.model > 1 else 0
+        sent = [(n + collectives) * r.constants.dispatch_seconds for n in EAGER_OPERATIONS]
+        waits = max(0.0, sent[0] - forward), max(0.0, sent[1] - backward)
     return LayerTime(
-        forward + waits[0],
-        backward + waits[1],
-        scores_forward,
-        elementwise,
-        forward_dots[-1],
-        waits,
+        forward + waits[0], backward + waits[1], scores, elementwise, products[-1], waits
     )
+
+
+def _passes(t: Transformer, on: Part, z: Sizes) -> tuple[float, float]:
+    """Bytes that element-wise operations move, forward and backward, attention's scores aside.
+
+    Two norms and two residual additions on the residual, what lies around attention on A (and B),
+    the activation function on F, the additions to the gradient accumulators on P.
+    """
+    residual = on.residual_tokens * z.D
+    width = 4 if on.compute == "float32" else 2  # of an activation
+    act = (3 if t.gated else 2) * width
+    if on.eager:
+        # Forward: a norm 4; bias, dropout with its mask and residual in one kernel 7. Backward: a
+        # norm 10 (its parameters' gradients read again), dropout 5, residual 6, bias gradient 2.
+        forward = (2 * 4 + 2 * 7) * residual + 4 * z.R * z.A + act * z.R * z.F
+        backward = (2 * 10 + 2 * 13) * residual + 16 * z.R * z.A + (act + 4) * z.R * z.F
+        return forward, backward + 6 * z.P
+    rotated = 2 * width * z.R * (z.A + z.B)
+    forward = 4 * width * residual + rotated + act * z.R * z.F
+    backward = 10 * width * residual + rotated + (2 * act - width) * z.R * z.F
+    if on.compute == "float8":  # each operand read (2) and written (1); its largest value is known
+        forward += 3 * (z.R * sum(K for _, K in z.dots) + z.P)
+        backward += 3 * z.R * sum(N for N, _ in z.dots)
+    return forward, backward + 10 * z.P
 
 
 def _attention(r: Rates, t: Transformer, on: Part) -> tuple[float, float]:
@@ -158,8 +180,7 @@ def _attention(r: Rates, t: Transformer, on: Part) -> tuple[float, float]:
     return forward, backward
 
 
-@dataclass(frozen=True)
-class EndsTime:
+class EndsTime(NamedTuple):
     """Seconds of the head (logits, loss, their gradients) and of the look-up, both directions."""
 
     head: float
@@ -170,10 +191,11 @@ class EndsTime:
 def ends_time(r: Rates, t: Transformer, on: Part, shards: int) -> EndsTime:
     """Both ends with the vocabulary split `shards` ways."""
     R, D, V = on.tokens, t.width, max(t.vocab // shards, 1)
+    dtype = "bfloat16" if on.compute == "float8" else on.compute
     products = (
-        product(r, R, V, D, on.compute, out_bytes=4)
-        + product(r, R, D, V, on.compute)
-        + product(r, V, D, R, on.compute)
+        product(r, R, V, D, dtype, out_bytes=4)
+        + product(r, R, D, V, dtype)
+        + product(r, V, D, R, dtype)
     )
     # Megatron's cross-entropy reads and writes FP32 logits in ten passes; a compiler needs four.
     passes = streaming(r, (64 if on.eager else 24) * R * V, 12 if on.eager else 5)

@@ -50,10 +50,15 @@ class Constants:
     unaligned: float
 
 
+# Sources. memory_fraction: Calculon's A100 (systems/a100_80g.json) streams 0.75 at 10 MB and above;
+# attention_fraction: FlashAttention-2 on A100, 170 to 200 of 271 TFLOP/s; dispatch_seconds: a layer
+# of the smallest vTrain rows takes 3.0 ms for 88 operations, whatever its size; unaligned: the head
+# of vTrain's rows with 50,257 columns; sustained, tiles, fill: fitted to every second row of
+# Narayanan 2021 table 1 and of vTrain's multi-node rows.
 GPU = Constants(
     matmul_fraction=0.82,
     sustained=0.95,
-    memory_fraction=0.85,
+    memory_fraction=0.75,
     attention_fraction=0.7,
     kernel_seconds=3e-6,
     dispatch_seconds=34e-6,
@@ -62,6 +67,7 @@ GPU = Constants(
     align=8,
     unaligned=0.3,
 )
+# matmul_fraction, attention_fraction: set before any TPU row was looked at, and left so.
 TPU = Constants(
     matmul_fraction=0.9,
     sustained=1.0,
@@ -100,7 +106,8 @@ class Rates:
         peak = {str(dtype): tflops * 1e12 / a.devices for dtype, tflops in a.peak_tflops.items()}
         best = constants.matmul_fraction
         if a.matmul_tflops is not None:
-            best = constants.sustained * a.matmul_tflops / a.peak_tflops["bfloat16"]
+            best = a.matmul_tflops / a.peak_tflops["bfloat16"]
+            best *= a.sustained or constants.sustained
         flops = {dtype: rate * best for dtype, rate in peak.items()}
         for dtype, tflops in cluster.measured.matmul_tflops.items():
             flops[dtype] = tflops * 1e12 / a.devices

@@ -14,6 +14,7 @@ drain the pipeline.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from spmd_train.errors import RequestError
 from spmd_train.pipeline.schedule import make_schedule
 from spmd_train.plan.cluster import Cluster
 from spmd_train.plan.interleaved import timeline
-from spmd_train.plan.layer_time import LayerTime, Part, ends_time, layer_time
+from spmd_train.plan.layer_time import EndsTime, LayerTime, Part, ends_time, layer_time
 from spmd_train.plan.links import Group, Links, all_reduce, group, half, send
 from spmd_train.plan.rates import DTYPE_BYTES, Rates, streaming
 from spmd_train.plan.workload import Execution, Transformer
@@ -77,6 +78,11 @@ class StepTime:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.total
+
+    @property
+    def comm_bytes(self) -> dict[str, float]:
+        """What one device sends in a step, by mesh axis."""
+        return {"data": self.data_bytes, "model": self.model_bytes, "stage": self.stage_bytes}
 
     def itemised(self) -> dict[str, float]:
         """The `step_seconds` of `plan --json`."""
@@ -145,12 +151,12 @@ def step_time(transformer: Transformer, execution: Execution, cluster: Cluster) 
     layers = t.layers / S
     forward = layers * (layer.forward + crossing.forward + ring_exposed)
     backward = layers * (layer.backward + recompute + crossing.backward + 2 * ring_exposed)
-    at_ends = ends.head + ends.lookup + crossing.ends
     pace = _pace(e.schedule, S, M, v, e.lockstep)
-    busy, ideal = _busy(pace, forward, backward, at_ends, S, M, spread)
+    with_sums = EndsTime(ends.head + crossing.ends, ends.lookup)
+    busy, ideal = _busy(pace, t, e, forward, backward, with_sums)
 
     communicated = M * (
-        layers * (crossing.forward + crossing.backward) + at_ends_share(crossing.ends, S, spread)
+        layers * (crossing.forward + crossing.backward) + _ends_share(crossing.ends, S, spread)
     )
     exchanged, stage_bytes = _stage_crossing(links, stage, model, t, e, on, pace)
     reduced = _data_crossing(links, data, t, e, layer, recompute, layers)
@@ -180,7 +186,7 @@ def step_time(transformer: Transformer, execution: Execution, cluster: Cluster) 
     )
 
 
-def at_ends_share(seconds: float, S: int, spread: bool) -> float:
+def _ends_share(seconds: float, S: int, spread: bool) -> float:
     """Of what happens at the ends, the average stage's part."""
     return seconds if spread else seconds / S
 
@@ -225,18 +231,30 @@ def _pace(schedule: str, S: int, M: int, v: int, lockstep: bool) -> Pace:
 
 
 def _busy(
-    pace: Pace, forward: float, backward: float, at_ends: float, S: int, M: int, spread: bool
+    pace: Pace, t: Transformer, e: Execution, forward: float, backward: float, ends: EndsTime
 ) -> tuple[float, float]:
-    """Seconds of all ticks, and of M micro-batches of the average stage."""
-    both = forward + backward
-    if spread:
-        ideal = M * (both + at_ends)
-        return pace.forwards * forward + pace.backwards * backward + M * at_ends, ideal
-    # The last stage has the head, the first the look-up: the slower of them sets the pace.
+    """Seconds of all ticks, and of M micro-batches of the average stage.
+
+    `forward` and `backward` are the average stage's, `ends` with the collectives there.
+    """
+    S, M = e.mesh.stage, e.microbatches
+    both, at_ends = forward + backward, ends.head + ends.lookup
+    if e.vocabulary == "spread":
+        busy = pace.forwards * forward + pace.backwards * backward + M * at_ends
+        return busy, M * (both + at_ends)
     mean, slowest = both + at_ends / S, both + at_ends
-    share = forward / both
-    fill = (pace.forwards - M) * mean * share + (pace.backwards - M) * mean * (1 - share)
-    return M * slowest + fill, M * mean
+    if S > 1:
+        # Where the layers do not fill the chunks, the stages with the head, then the look-up, have
+        # one fewer (Llama 3: 126 layers in 128 places).
+        chunks = S * e.virtual_stages
+        full = math.ceil(t.layers / chunks) * e.virtual_stages
+        free, layer = full * S - t.layers, both * S / t.layers
+        last, first = full - min(free, 1), full - max(0, min(free - 1, 1))
+        slowest = max(last * layer + ends.head, first * layer + ends.lookup, both)
+        if S > 2:
+            slowest = max(slowest, full * layer)
+    waiting = (pace.forwards - M) * forward + (pace.backwards - M) * backward
+    return M * slowest + waiting * mean / both, M * mean
 
 
 class Crossing(NamedTuple):

@@ -126,8 +126,8 @@ def korthikanti() -> list[Row]:
 
 
 def llama_3() -> list[Row]:
-    """405B. Model FLOPs by the convention of 6 N + 6 L D T a token: attention behind a causal
-    mask counts half (with the whole of it, the row of 131,072 positions would need 51 % of peak)."""
+    """405B. Model FLOPs are taken as 6 N + 6 L D T a token, the causal mask's half of attention:
+    with all of it, 131,072 positions would run at a higher rate than 8,192 do."""
     rows = []
     for r in read("llama3_405b_table4_h100.csv"):
         tokens = r["batch_per_dp"] * r["dp"] * r["seq"]
@@ -175,9 +175,9 @@ LENGTHS = {"Llama2-70B": 4096, "GPT3-175B": 2048}  # else 8192: the recipes' max
 
 
 def tpu_recipes() -> list[Row]:
-    """Dense recipes: step seconds of the log. Sharding is FSDP over all chips (`ici_fsdp_parallelism`
-    -1, and over slices for 405B on v6e), one micro-batch; remat policies recompute the layer but for
-    projections kept on the host, so nearly all of it."""
+    """Dense recipes: step seconds of the log. FSDP over all chips (`ici_fsdp_parallelism` -1; over
+    slices too for 405B on v6e), one micro-batch; their remat policies keep at most the attention
+    projections, on the host, and recompute all else, so count as `full`."""
     rows = []
     for r in read("tpu_recipes_step_logs.csv"):
         folder = r["recipe"].split("/")[1:]
@@ -231,7 +231,12 @@ def maxtext() -> list[Row]:
     rows = []
     for r in read("maxtext_tpu_v4_v5e_v5p_v6e.csv"):
         setting = MAXTEXT.get((r["chip"], r["model"]))
-        if setting is None or r["consistency"] != "ok" or r["slices"] > 1 or "parent" in r["source"]:
+        if (
+            setting is None
+            or r["consistency"] != "ok"
+            or r["slices"] > 1
+            or "parent" in r["source"]
+        ):
             continue
         per_chip, model, remat = setting
         width, heads, ffn, layers = scaled(int(r["model"].removesuffix("B")))

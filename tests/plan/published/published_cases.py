@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+import published_tables as tables
+from published_tables import Row
 
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.cluster import Cluster, Network, torus
 from spmd_train.plan.hardware import accelerator
 from spmd_train.plan.timing import step_time
 from spmd_train.plan.workload import Execution, Transformer
-
-sys.path.insert(0, str(Path(__file__).parent / "published"))
-import tables
-from tables import Row
 
 
 @dataclass(frozen=True)
@@ -98,17 +97,6 @@ def llama_3(row: Row) -> Case:
     return Case(row, shape, execution, gpu_cluster("h100-80gb", devices, 400))
 
 
-def gpu_cases() -> list[Case]:
-    return [
-        *(megatron(row, 200) for row in tables.narayanan_1()),
-        *(megatron(row, 200) for row in tables.narayanan_2()),
-        *(megatron(row, 200) for row in tables.korthikanti()),
-        *(llama_3(row) for row in tables.llama_3()),
-        *(megatron(row, 100) for row in tables.vtrain("multi")),
-        *(megatron(row, 100) for row in tables.vtrain("single")),
-    ]
-
-
 # Gb/s of one chip between slices: hardware_specs.csv, DCN.
 DCN = {"v5e": 25, "v5p": 50, "v6e": 100}
 
@@ -145,5 +133,41 @@ def maxtext(row: Row) -> Case:
     return Case(row, shape, execution, cluster)
 
 
-def tpu_cases() -> list[Case]:
-    return [maxtext(row) for row in (*tables.tpu_recipes(), *tables.maxtext())]
+def every_case() -> list[Case]:
+    """All rows that count, source by source."""
+    return [
+        *(megatron(row, 200) for row in tables.narayanan_1()),
+        *(megatron(row, 200) for row in tables.narayanan_2() if not row.facts["zero"]),
+        *(megatron(row, 200) for row in tables.korthikanti()),
+        *(llama_3(row) for row in tables.llama_3()),
+        *(megatron(row, 100) for row in tables.vtrain("multi")),
+        *(megatron(row, 100) for row in tables.vtrain("single")),
+        *(maxtext(row) for row in (*tables.tpu_recipes(), *tables.maxtext())),
+    ]
+
+
+def by_source(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    found = defaultdict(list)
+    for case in cases:
+        found[case.row.source].append(case)
+    return dict(found)
+
+
+def mean_absolute_error(cases: Iterable[Case]) -> float:
+    errors = [abs(case.error) for case in cases]
+    return sum(errors) / len(errors)
+
+
+def regrets(cases: Iterable[Case]) -> dict[str, float]:
+    """Of each sweep: measured seconds of the planner's first choice over the true best's, less 1."""
+    sweeps = defaultdict(list)
+    for case in cases:
+        if case.row.sweep:
+            sweeps[case.row.sweep].append(case)
+    return {
+        sweep: min(rows, key=lambda case: case.predicted).row.seconds
+        / min(case.row.seconds for case in rows)
+        - 1
+        for sweep, rows in sweeps.items()
+        if len(rows) > 1
+    }
