@@ -1,4 +1,4 @@
-"""The interleaved schedule (Narayanan et al. 2021, section 2.2; Megatron-LM's schedules.py) as data.
+"""The interleaved schedule as data (Narayanan et al. 2021, section 2.2; Megatron-LM schedules.py).
 
 The layers are cut into S x v chunks, chunk c on stage c mod S, so each stage has v of them and a
 micro-batch goes round the stages v times. The bubble is v times shorter than 1F1B's:
@@ -106,7 +106,7 @@ def timeline(S: int, M: int, v: int, backward: float = 2.0) -> Timeline:
 def _ready(
     done: dict[tuple[str, int, int], float], kind: str, m: int, place: int, places: int
 ) -> float | None:
-    """When an item's input is there; None where its maker has not run. Places are in model order."""
+    """When an item's input is there, None if its maker has not run; places are in model order."""
     if kind == FORWARD:
         return 0.0 if place == 0 else done.get((FORWARD, m, place - 1))
     if place == places - 1:

@@ -30,8 +30,8 @@ SWITCH_EFFICIENCY = 0.78
 NETWORK_EFFICIENCY = 0.74
 # A TPU ring has no protocol to lose time to; the scaling book counts 90 %.
 TORUS_EFFICIENCY = 0.9
-# A switch that adds up and multicasts (NVLink SHARP) moves an all-reduce's bytes once, at 480 / 1.75
-# of the 450 GB/s of 8 H200.
+# A switch that adds up and multicasts (NVLink SHARP) moves an all-reduce's bytes once: 8 H200 reach
+# a bus bandwidth of 480 GB/s, so take in 480 / 1.75 of their links' 450.
 MULTICAST_EFFICIENCY = 0.61
 # Of a collective without content, in a node: nccl-tests takes 44 us for 1 MiB among 2 A100, 51
 # among 4, 93 among 8, and 40 to 48 for 32 KiB among 8 A100, H200 or B200. A TPU starts one in about

@@ -31,7 +31,7 @@ from spmd_train.telemetry.flops import model_flops_per_token
 
 # Per parameter and step. The trainer: gradient read for its norm (4) and for the update (4), master
 # and two moments read and written (24), image written (2). Megatron-LM of 2021 besides copies fp16
-# gradients to FP32 (6), unscales them (8), clips them (8), and copies the image from the master (4).
+# gradients to FP32 (6), unscales them (8), clips them (8), and reads the master for the image (4).
 OPTIMIZER_BYTES, EAGER_OPTIMIZER_BYTES = 34, 60
 
 
@@ -109,7 +109,7 @@ _machines: dict[int, Machine] = {}
 
 
 def machine_of(cluster: Cluster) -> Machine:
-    """Made once for each cluster object; by identity, since a cluster holds dicts and has no hash."""
+    """Made once for each cluster object: a cluster holds dicts, so has no hash."""
     found = _machines.get(id(cluster))
     if found is None:
         found = _machines[id(cluster)] = Machine(cluster, Rates.of(cluster), Links.of(cluster))

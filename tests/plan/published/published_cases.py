@@ -102,7 +102,7 @@ DCN = {"v5e": 25, "v5p": 50, "v6e": 100}
 
 
 def maxtext(row: Row) -> Case:
-    """FSDP over the chips that tensor parallelism leaves, one micro-batch, everything overlapped."""
+    """FSDP over the chips that tensor parallelism leaves, one micro-batch, all overlapped."""
     f = row.facts
     if "model" in f:
         width, heads, kv_heads, head_dim, ffn, layers, vocab, gated = tables.MODELS[f["model"]]
@@ -159,7 +159,7 @@ def mean_absolute_error(cases: Iterable[Case]) -> float:
 
 
 def regrets(cases: Iterable[Case]) -> dict[str, float]:
-    """Of each sweep: measured seconds of the planner's first choice over the true best's, less 1."""
+    """Of each sweep: measured seconds of the planner's first choice over the true best's, - 1."""
     sweeps = defaultdict(list)
     for case in cases:
         if case.row.sweep:
