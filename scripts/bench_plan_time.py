@@ -47,7 +47,7 @@ step = compute + bubble + exposed communication (data, model, stage) + optimizer
   up to speed: `plan/links.py`.
 - **bubble**: the schedule's own table: `pipeline/schedule.py`, `plan/interleaved.py`.
 - **what hides what**: the trainer's collectives over `data` come after the scan and are exposed;
-  FSDP elsewhere hides them behind compute: `plan/timing.py`.
+  FSDP elsewhere hides them behind compute: `plan/crossings.py`.
 
 One set of constants for each kind of accelerator, and three numbers of single accelerators; no row,
 model or paper has its own. Where each is from, and which are fitted to what, is written where it
@@ -70,8 +70,8 @@ ASSUMED = """## What is assumed
   interleaved with one layer a chunk (126 layers in 16 x 8 places), no recomputation, FP32 gradients
   reduced once a step.
 - **tpu-recipes, MaxText**: FSDP over all chips of a slice that tensor parallelism leaves,
-  everything over `data` overlapped; MaxText's batch, tensor parallelism and remat policy are those of its
-  configs/tpu scripts, its TFLOP/s count attention whole.
+  everything over `data` overlapped; MaxText's batch, tensor parallelism and remat policy are those
+  of its configs/tpu scripts, its TFLOP/s count attention whole.
 
 ## Rows left out
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from spmd_train.plan.rates import Rates, product, streaming
-from spmd_train.plan.workload import Transformer
+from spmd_train.plan.workload import Execution, Transformer
 
 # Kernels of one layer, forward and backward, sent by the host one by one: Megatron-LM's layer has
 # about so many operations, gradient additions among the latter.
@@ -46,6 +46,19 @@ class Part:
     sequence_parallel: bool
     fused_attention: bool
     eager: bool
+
+    @classmethod
+    def of(cls, e: Execution) -> Part:
+        return cls(
+            e.microbatch_size,
+            e.sequence_length // e.context,
+            e.sequence_length,
+            e.mesh.model,
+            e.compute,
+            e.sequence_parallel and e.mesh.model > 1,
+            e.fused_attention,
+            e.eager,
+        )
 
     @property
     def tokens(self) -> int:

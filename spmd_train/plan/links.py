@@ -76,7 +76,8 @@ class Links:
         link = cluster.link.gigabytes_per_second * 1e9 / devices
         link *= 2 * TORUS_EFFICIENCY if torus else SWITCH_EFFICIENCY
         if measured.link_gigabytes_per_second:
-            link = measured.link_gigabytes_per_second * 1e9 / devices
+            dimensions = sum(n > 1 for n in cluster.topology) if cluster.topology else 1
+            link = measured.link_gigabytes_per_second * 1e9 / devices / max(dimensions, 1)
         latency = HOP_LATENCY_SECONDS if torus else SWITCH_LATENCY_SECONDS
         if measured.link_latency_microseconds:
             latency = measured.link_latency_microseconds * 1e-6

@@ -18,8 +18,8 @@ from published_cases import gpu_cluster
 
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.cluster import Measured, load_cluster
+from spmd_train.plan.crossings import groups
 from spmd_train.plan.links import Group, Links, all_reduce, group, half, send
-from spmd_train.plan.timing import _groups
 
 MIB = 2**20
 ACCELERATORS = {"A100": "a100-80gb", "H200": "h200-141gb", "B200": "b200-180gb"}
@@ -80,10 +80,10 @@ def test_model_stays_in_the_node_and_data_crosses() -> None:
     links = Links.of(load_cluster("32xh100"))
     mesh = MeshShape(data=4, model=2, stage=4)
     order = ("model", "context", "stage", "data")
-    model, _, stage, data = _groups(links, order, mesh.model, 1, mesh.stage, mesh.data)
+    model, _, stage, data = groups(links, order, mesh.model, 1, mesh.stage, mesh.data)
     assert (model, stage, data) == (Group(2, 2), Group(4, 4), Group(4, 1))
     order = ("model", "context", "data", "stage")
-    _, _, stage, data = _groups(links, order, mesh.model, 1, mesh.stage, mesh.data)
+    _, _, stage, data = groups(links, order, mesh.model, 1, mesh.stage, mesh.data)
     assert (stage, data) == (Group(4, 1), Group(4, 4))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,14 @@ def test_every_part_of_a_step_is_there() -> None:
             assert min(parts.values()) >= 0
             assert 0 < step.mfu < 0.8
             assert 0 <= step.recompute < step.compute
+
+
+def test_the_page_is_what_the_script_writes() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    spec = spec_from_file_location("bench_plan_time", root / "scripts/bench_plan_time.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    assert script.page() == (root / "docs/planner-time.md").read_text()
