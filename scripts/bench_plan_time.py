@@ -49,9 +49,9 @@ step = compute + bubble + exposed communication (data, model, stage) + optimizer
 - **what hides what**: the trainer's collectives over `data` come after the scan and are exposed;
   FSDP elsewhere hides them behind compute: `plan/crossings.py`.
 
-One set of constants for each kind of accelerator, and three numbers of single accelerators; no row,
-model or paper has its own. Where each is from, and which are fitted to what, is written where it
-stands: in `plan/rates.py`, `plan/links.py` and `plan/hardware.yaml`. `plan --calibrate` replaces
+One set of constants for each kind of accelerator, and one number of one accelerator (v6e, whose
+matrix rate nobody has published); no row, model or paper has its own. Where each is from, and which
+are fitted to what, is written where it stands: in `plan/rates.py`, `plan/links.py` and `plan/hardware.yaml`. `plan --calibrate` replaces
 them by what a cluster itself does.
 
 """
@@ -87,7 +87,8 @@ ASSUMED = """## What is assumed
 
 ERRORS = """
 Errors are predicted / measured - 1; even and odd rows apart, since constants that fit rows by
-accident would fit one half better. The constants were set with the mean errors in view, not rows.
+accident would fit one half better. The GPU constants were set with the mean errors of the A100
+sources in view; nothing was fitted to Llama 3, v5p or v5e.
 
 ## First choice
 

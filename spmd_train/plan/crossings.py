@@ -62,11 +62,31 @@ def model_crossing(
         return Crossing(0.0, 0.0, 0.0, 0.0)
     whole = on.tokens * width * DTYPE_BYTES[on.compute if on.compute != "float8" else "bfloat16"]
     one = 2 * half(links, who, whole) if on.sequence_parallel else all_reduce(links, who, whole)
-    again = {"full": 2.0 if on.eager else 1.5, "stage": 3.5}.get(remat, 0.0)
-    sent = (4 + again) * 2 * (who.size - 1) / who.size * whole
+    counts = _model_sums(on)
+    again = {"full": counts.again, "stage": 2 + counts.again}.get(remat, 0.0)
+    sent = (2 + counts.backward + again) * 2 * (who.size - 1) / who.size * whole
     forward = max(0.0, 2 * one - waits[0])
-    repeated = max(0.0, again * one - waits[0])
-    return Crossing(forward, max(0.0, 2 * one - waits[1]) + repeated, 2 * one, sent)
+    backward = max(0.0, counts.backward * one - waits[1]) + max(0.0, again * one - waits[0])
+    return Crossing(forward, backward, counts.ends * one, sent)
+
+
+class _Sums(NamedTuple):
+    backward: float
+    again: float
+    ends: float
+
+
+def _model_sums(on: Part) -> _Sums:
+    """Sums over model in a layer's backward pass and its recomputation, and at both ends; a
+    gather or a scatter alone is half of one.
+
+    Eager: Megatron-LM, which recomputes all of a layer, and hides the third gather. Compiled: as
+    counted in the trainer's step compiled for 32 H100. Recomputation leaves out the last sum. Under
+    sequence parallelism the backward pass gathers its inputs once more, for the weights' gradients.
+    """
+    if on.eager:
+        return _Sums(2.0, 2.0, 2.0)
+    return _Sums(3.0, 1.5, 2.5) if on.sequence_parallel else _Sums(2.0, 1.0, 2.0)
 
 
 @cache
@@ -106,10 +126,12 @@ def stage_crossing(
     sends = 2 * exchanges * send(links, who, shard * size)
     if e.vocabulary != "spread":
         return sends, 2 * exchanges * shard * size
-    # collectives.reduce sums in FP32: the look-up and the head's input gradient whole, the last
-    # stage's output and the first block's input gradient as they lie (pipeline/execute.py).
-    sums = M * 2 * (all_reduce(links, who, 4 * elements) + all_reduce(links, who, 4 * shard))
-    sent = 2 * exchanges * shard * size + M * 2 * 2 * (S - 1) / S * 4 * (elements + shard)
+    # The look-up, the last stage's output, the head's input gradient and the first block's, for
+    # each micro-batch (pipeline/execute.py). XLA sums over model first, so parts cross here; they
+    # do in FP32, but on TPUs in the compute dtype (both seen in steps compiled for 32 devices).
+    width = 4 if links.topology is None else size
+    sums = M * 4 * all_reduce(links, who, width * shard)
+    sent = 2 * exchanges * shard * size + M * 4 * 2 * (S - 1) / S * width * shard
     return sends + sums, sent
 
 
@@ -157,7 +179,7 @@ def data_crossing(
             sent += factor * weights * parameters
         else:
             passes = 2 if e.remat == "stage" else 1
-            forward = M * passes * (layers * gather + half(links, who, weights * ends))
+            forward = M * (passes * layers * gather + half(links, who, weights * ends))
             backward += M * layers * gather
             sent += factor * M * (passes + 1) * weights * parameters
     if not e.overlap_data:

@@ -55,7 +55,6 @@ class Accelerator(Section):
     devices: int = Field(default=1, ge=1)
     peak_tflops: dict[ComputeType, Positive]
     matmul_tflops: Positive | None = None
-    sustained: Annotated[float, Field(gt=0, le=1)] | None = None
     memory_gib: Positive
     memory_gigabytes_per_second: Positive
     link: Link

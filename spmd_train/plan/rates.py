@@ -108,8 +108,7 @@ class Rates:
         peak = {str(dtype): tflops * 1e12 / a.devices for dtype, tflops in a.peak_tflops.items()}
         best = constants.matmul_fraction
         if a.matmul_tflops is not None:
-            best = a.matmul_tflops / a.peak_tflops["bfloat16"]
-            best *= a.sustained or constants.sustained
+            best = constants.sustained * a.matmul_tflops / a.peak_tflops["bfloat16"]
         flops = {dtype: rate * best for dtype, rate in peak.items()}
         for dtype, tflops in cluster.measured.matmul_tflops.items():
             flops[dtype] = tflops * 1e12 / a.devices

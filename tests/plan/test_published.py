@@ -18,12 +18,12 @@ LIMITS = {
     "Narayanan 2021, table 1": (10, 0.06),
     "Narayanan 2021, table 2": (6, 0.03),
     "Korthikanti 2022, table 5": (8, 0.06),
-    "Llama 3, table 4": (3, 0.08),
+    "Llama 3, table 4": (3, 0.09),
     "vTrain, multi node": (109, 0.10),
     "vTrain, single node": (1440, 0.12),
     "tpu-recipes": (16, 0.06),
-    "MaxText v5p": (8, 0.08),
-    "MaxText v5e": (3, 0.08),
+    "MaxText v5p": (8, 0.06),
+    "MaxText v5e": (3, 0.09),
 }
 
 

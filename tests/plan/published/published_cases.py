@@ -125,7 +125,7 @@ def maxtext(row: Row) -> Case:
         zero=3,
         remat=f["remat"],
         compute=f["compute"],
-        sequence_parallel=True,
+        sequence_parallel=False,
         overlap_data=True,
         reduce_bytes=2,
     )
