@@ -51,7 +51,8 @@ class Links:
 
     Attributes:
         per_node: devices of a node.
-        topology: of a torus, devices along each dimension; None for a switch.
+        devices: of one accelerator (TPU7x: 2).
+        topology: of a torus, accelerators along each dimension; None for a switch.
         link: of one device within its node, of a torus along one dimension.
         latency: of a small collective in a node, besides its steps; on a torus of one hop.
         network: of one device's share between nodes; 0 with one node.
@@ -60,6 +61,7 @@ class Links:
     """
 
     per_node: int
+    devices: int
     topology: tuple[int, ...] | None
     link: float
     latency: float
@@ -91,6 +93,7 @@ class Links:
                 network_latency = measured.network_latency_microseconds * 1e-6
         return cls(
             per_node=per_node,
+            devices=devices,
             topology=cluster.topology,
             link=link,
             latency=latency,
@@ -132,15 +135,16 @@ def group(links: Links, size: int, inner: int) -> Group:
     inside = math.gcd(size, max(1, links.per_node // inner))
     if links.topology is None:
         return Group(size, inside)
-    return Group(size, inside, _dimensions(links.topology, inner, inside))
+    first, end = max(1, inner // links.devices), max(1, inner * inside // links.devices)
+    return Group(size, inside, _dimensions(links.topology, first, end))
 
 
-def _dimensions(topology: tuple[int, ...], inner: int, size: int) -> int:
-    """Dimensions of the torus along which devices inner, 2 inner ... size inner lie."""
+def _dimensions(topology: tuple[int, ...], first: int, end: int) -> int:
+    """Dimensions of the torus along which accelerators first, 2 first ... end lie."""
     touched, before = 0, 1
     for length in reversed(topology):
         after = before * length
-        if length > 1 and after > inner and before < inner * size:
+        if length > 1 and after > first and before < end:
             touched += 1
         before = after
     return max(1, touched)

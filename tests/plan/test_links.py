@@ -19,6 +19,7 @@ from published_cases import gpu_cluster
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.cluster import Measured, load_cluster
 from spmd_train.plan.crossings import groups
+from spmd_train.plan.hardware import accelerator
 from spmd_train.plan.links import Group, Links, all_reduce, group, half, send
 
 MIB = 2**20
@@ -73,6 +74,17 @@ def test_on_a_torus_each_dimension_adds_two_links() -> None:
     assert one == pytest.approx(3 / 4 * P / ring, rel=1e-3)
     assert two == pytest.approx(15 / 16 * P / ring / 2, rel=1e-3)
     assert every == pytest.approx(63 / 64 * P / ring / 3, rel=1e-3)
+
+
+def test_two_devices_of_a_chip_are_no_dimension() -> None:
+    """TPU7x: 64 chips are 128 devices, each with half of the chip's links."""
+    a = accelerator("tpu7x")
+    torus = load_cluster("v5p-128").model_copy(update={"accelerator": a, "link": a.link})
+    links = Links.of(torus)
+    assert links.per_node == 128
+    assert [group(links, n, 1).dimensions for n in (2, 8, 32, 128)] == [1, 1, 2, 3]
+    assert group(links, 4, 8).dimensions == 1
+    assert links.link == pytest.approx(100e9 / 2 * 2 * 0.9)
 
 
 def test_model_stays_in_the_node_and_data_crosses() -> None:
