@@ -50,9 +50,9 @@ step = compute + bubble + exposed communication (data, model, stage) + optimizer
   FSDP elsewhere hides them behind compute: `plan/crossings.py`.
 
 One set of constants for each kind of accelerator, and one number of one accelerator (v6e, whose
-matrix rate nobody has published); no row, model or paper has its own. Where each is from, and
-which are fitted to what, is written where it stands: in `plan/rates.py`, `plan/links.py` and `plan/hardware.yaml`. `plan --calibrate` replaces
-them by what a cluster itself does.
+matrix rate nobody has published); no row, model or paper has its own. Where each is from, and which
+are fitted to what, is written where it stands: `plan/rates.py`, `plan/links.py`,
+`plan/hardware.yaml`. `plan --calibrate` replaces them by what a cluster itself does.
 
 """
 

@@ -186,7 +186,7 @@ def test_bytes_over_model_are_those_of_the_compiled_step(cluster: Cluster) -> No
 
 
 def test_the_trainer_pays_for_its_stages(cluster: Cluster) -> None:
-    """Two sends of an activation a tick, four FP32 sums of it a micro-batch (pipeline/execute.py)."""
+    """Two sends of an activation a tick, four FP32 sums a micro-batch (pipeline/execute.py)."""
     mesh = MeshShape(1, 1, 4)
     step = dataclasses.replace(STEP, mesh=mesh)
     spread = step_time(LLAMA_30B, step, cluster)
