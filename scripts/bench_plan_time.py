@@ -87,8 +87,8 @@ ASSUMED = """## What is assumed
 
 ERRORS = """
 Errors are predicted / measured - 1; even and odd rows apart, since constants that fit rows by
-accident would fit one half better. The GPU constants were set with the mean errors of the A100
-sources in view; nothing was fitted to Llama 3, v5p or v5e.
+accident would fit one half better. The GPU constants were chosen with these means in view, so they
+are no blind prediction; those of v5p and v5e were set before a TPU row was looked at.
 
 ## First choice
 
