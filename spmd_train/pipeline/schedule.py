@@ -101,15 +101,16 @@ class Schedule:
         return bool((self.forward != IDLE).all()), bool((self.backward != IDLE).all())
 
 
-Rule = Callable[[int, int], tuple[Callable[[int, int], int], Callable[[int, int], int]]]
+At = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (micro-batches, stages) -> ticks
+Rule = Callable[[int, int], tuple[At, At]]
 
 
-def _one_f_one_b(S: int, M: int) -> tuple[Callable[[int, int], int], Callable[[int, int], int]]:
+def _one_f_one_b(S: int, M: int) -> tuple[At, At]:
     """Backward of a micro-batch starts in the tick that ends its forward on the last stage."""
     return (lambda m, s: m + s), (lambda m, s: m + 2 * (S - 1) - s)
 
 
-def _gpipe(S: int, M: int) -> tuple[Callable[[int, int], int], Callable[[int, int], int]]:
+def _gpipe(S: int, M: int) -> tuple[At, At]:
     """All forwards, then all backwards, newest first (Huang et al. 2019)."""
     last = M + S - 2
     return (lambda m, s: m + s), (lambda m, s: last + (M - 1 - m) + (S - 1 - s))
@@ -131,13 +132,12 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule
             f"a schedule needs at least one stage and one micro-batch, not {S} and {M}"
         )
     forward_at, backward_at = SCHEDULES[name](S, M)
-    work = [(m, s) for m in range(M) for s in range(S)]
-    ticks = 1 + max(backward_at(m, s) for m, s in work)
+    m, s = (index.ravel() for index in np.indices((M, S)))
+    ticks = 1 + int(backward_at(m, s).max())
     forward = np.full((ticks, S), IDLE, np.int32)
     backward = np.full((ticks, S), IDLE, np.int32)
-    for m, s in work:
-        forward[forward_at(m, s), s] = m
-        backward[backward_at(m, s), s] = m
+    forward[forward_at(m, s), s] = m
+    backward[backward_at(m, s), s] = m
     return Schedule(name, S, M, forward, backward)
 
 

@@ -26,11 +26,13 @@ class Link(Section):
         kind: "switch" (all pairs at once: NVLink, PCIe) or "torus" (TPU).
         gigabytes_per_second: one way; of an accelerator for a switch, of one link for a torus.
         dimensions: of a torus; each has two links per accelerator.
+        multicast: whether a switch adds up and multicasts itself (NVLink SHARP).
     """
 
     kind: Literal["switch", "torus"] = "switch"
     gigabytes_per_second: Positive
     dimensions: Literal[1, 2, 3] = 1
+    multicast: bool = False
 
 
 class Target(Section):

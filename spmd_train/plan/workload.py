@@ -100,6 +100,9 @@ class Execution:
         overlap_data: gradient sums and weight gathers of the data axis hide behind compute.
         reduce_bytes: of a gradient element on the wire.
         fused_attention: scores are never written to memory (flash, splash, cuDNN).
+        eager: operations are sent one by one by Python, element-wise ones unfused and with dropout
+            (Megatron-LM of 2021); else compiled.
+        order: axes from the innermost (fastest links) outwards; the default is the trainer's.
     """
 
     mesh: MeshShape
@@ -118,6 +121,13 @@ class Execution:
     overlap_data: bool = False
     reduce_bytes: int = 4
     fused_attention: bool = True
+    eager: bool = False
+    order: tuple[str, ...] = ("model", "context", "stage", "data")
+
+    @property
+    def devices(self) -> int:
+        """JAX devices in all."""
+        return self.mesh.size * self.context
 
     @property
     def global_size(self) -> int:
