@@ -31,6 +31,8 @@ class Placed:
     Attributes:
         whole: without ZeRO. split: with every leaf that divides split over `data`.
         layer: of one block, without ZeRO. embed, head: of these groups, without ZeRO.
+        largest: of the largest leaf of the blocks; large: of all leaves of that size.
+        rest_split: of all the other leaves, split over `data`.
         moments: how many float32 elements an optimizer keeps for one element of `split` or `whole`:
             {name: (first moments, second moments)}, in elements of (whole, split).
     """
@@ -40,6 +42,9 @@ class Placed:
     layer: int
     embed: int
     head: int
+    largest: int
+    large: int
+    rest_split: int
     moments: dict[str, tuple[tuple[int, int], tuple[int, int]]]
 
 
@@ -87,9 +92,16 @@ def placed(model: ModelConfig, mesh: MeshShape, logical_shards: int = 0) -> Plac
         "muon": (both(one), both(lambda leaf: float(matrix_dims(leaf) is None))),
         "adafactor": (both(none), both(_factored)),
     }
+    blocks = [(_elements(x, x.spec, layout), x) for group, x in leaves if group == "blocks"]
+    largest = max(count for count, _ in blocks)
+    large = [x for count, x in blocks if count == largest]
+    split = total(lambda leaf: leaf.zero_spec)
     return Placed(
+        largest=largest,
+        large=largest * len(large),
+        rest_split=split - sum(_elements(x, x.zero_spec, layout) for x in large),
         whole=total(plain),
-        split=total(lambda leaf: leaf.zero_spec),
+        split=split,
         layer=total(plain, "blocks") // (model.layers // mesh.stage),
         embed=total(plain, "embed"),
         head=total(plain, "head"),

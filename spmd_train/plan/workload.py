@@ -7,9 +7,16 @@ models are tested against, are described by the same objects.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 from spmd_train.mesh import MeshShape
+from spmd_train.optim import first_moment_decay
+from spmd_train.precision import Policy, resolve_policy
+
+if TYPE_CHECKING:
+    from spmd_train.config import Config
+    from spmd_train.config_groups import ModelConfig
 
 Remat = Literal["none", "dots", "selective", "full", "stage"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
@@ -75,6 +82,42 @@ class Transformer:
         tables = self.vocab * self.width * (1 if self.tied else 2)
         final = self.width * (2 if self.biases else 1)
         return self.layers * self.layer_parameters + tables + final + self.positions * self.width
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a configuration asks for, whatever the mesh.
+
+    Attributes:
+        model: of the trainer. policy: number formats. optimizer: `optim.name`.
+        sequence_length, global_size: tokens of a sequence, sequences of a step.
+        platform: "gpu" or "tpu", what it is planned for.
+    """
+
+    model: ModelConfig
+    policy: Policy
+    optimizer: str
+    sequence_length: int
+    global_size: int
+    platform: str
+
+    @classmethod
+    def of(cls, config: Config, platform: str) -> Workload:
+        policy = resolve_policy(config.precision, platform, first_moment_decay(config.optim))
+        batch = config.batch
+        return cls(
+            config.model, policy, config.optim.name, batch.sequence_length, batch.global_size,
+            platform,
+        )  # fmt: skip
+
+    @cached_property
+    def transformer(self) -> Transformer:
+        """Its sizes alone."""
+        m = self.model
+        return Transformer(
+            m.layers, m.width, m.heads, m.kv_heads, m.head_dim, m.ffn, m.vocab, m.tied,
+            qkv_bias=m.qkv_bias, qk_norm=m.qk_norm,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

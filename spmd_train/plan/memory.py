@@ -1,0 +1,232 @@
+"""Bytes of one device during a training step, closed-form: what each part takes.
+
+    total = state + batch + gradient sums + activations in flight + the workspace of one phase
+
+State, sums and activations in flight are counted from the rules table, the policy and the
+schedule's table: nothing there is estimated. The workspace is what XLA holds besides at the worst
+moment, which is in one of three phases; its coefficients (`_GPU`, `_TPU`) were read from the buffer
+assignments of compiled steps, and `scripts/bench_plan_memory.py` compares the whole with the
+compiler (docs/planner-memory.md).
+
+Every device of the SPMD program has the buffers of the most loaded stage: the ring of activations
+has as many slots as the first stage needs.
+
+Letters: B rows of a micro-batch, T sequence, D width, H heads, E head_dim, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import jax.numpy as jnp
+
+from spmd_train.mesh import MeshShape
+from spmd_train.pipeline.schedule import Schedule, make_schedule
+from spmd_train.pipeline.vocabulary import LOGITS_BYTES
+from spmd_train.plan.placed import Placed, placed
+from spmd_train.plan.workload import Execution, Workload
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on each device.
+
+    Attributes:
+        params: what the forward pass reads. master, moments: of the optimizer.
+        batch: token ids of a step.
+        grads: sums of gradients over micro-batches.
+        activations: kept for backward passes, by schedule and remat policy.
+        logits: workspace of look-up and head. communication: weights gathered and gradients
+            waiting to be scattered (ZeRO 2 and 3). temporary: the rest of the workspace.
+        phase: where most is held at once: "head", "layer" or "update".
+    """
+
+    params: int
+    master: int
+    moments: int
+    batch: int
+    grads: int
+    activations: int
+    logits: int
+    communication: int
+    temporary: int
+    phase: str
+
+    @property
+    def states(self) -> int:
+        """What lives from step to step: the arguments of the compiled step."""
+        return self.params + self.master + self.moments + self.batch
+
+    @property
+    def total(self) -> int:
+        return (
+            self.states + self.grads + self.activations + self.logits + self.communication
+            + self.temporary
+        )  # fmt: skip
+
+    def itemised(self) -> dict[str, int]:
+        """By name, `total` last."""
+        parts = asdict(self)
+        del parts["phase"]
+        return {**parts, "total": self.total}
+
+
+def memory_use(workload: Workload, execution: Execution) -> MemoryUse:
+    """What one device holds at the worst moment of a step.
+
+    `execution` is one that the trainer runs; other kinds have no figure.
+    """
+    e, policy, mesh = execution, workload.policy, execution.mesh
+    held = placed(workload.model, mesh)
+    params = _sharded(held, e.zero >= 3)
+    optimizer = _sharded(held, e.zero >= 1)
+    sums = _sharded(held, e.zero >= 2)
+    compute, master = _bytes(policy.compute), _bytes(policy.master)
+    first, second = (m[e.zero >= 1] for m in held.moments[workload.optimizer])
+    grads = sums * _bytes(policy.accumulate) * (2 if policy.compensated else 1)
+    sizes = _Sizes.of(workload, e, held)
+    schedule = _schedule(e.schedule, mesh.stage, e.microbatches)
+    kept = _kept(sizes, e, schedule)
+    phases = {
+        "head": _head(workload, sizes, e),
+        "layer": _layer(sizes, e, schedule),
+        "update": _update(held, e, grads, kept, sizes),
+    }
+    phase = max(phases, key=lambda name: sum(phases[name]))
+    workspace, communication = phases[phase]
+    return MemoryUse(
+        params=params * compute,
+        master=optimizer * master if policy.has_master else 0,
+        moments=first * _bytes(policy.moments) + second * max(master, 4),
+        batch=2 * 4 * e.microbatches * e.microbatch_size * e.sequence_length,
+        grads=grads,
+        activations=kept,
+        logits=workspace if phase == "head" else 0,
+        communication=communication,
+        temporary=0 if phase == "head" else workspace,
+        phase=phase,
+    )
+
+
+def _bytes(dtype: object) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+@cache
+def _schedule(name: str, stages: int, microbatches: int) -> Schedule:
+    return make_schedule(name, stages, microbatches)
+
+
+def _sharded(held: Placed, split: bool) -> int:
+    return held.split if split else held.whole
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the arrays that workspaces consist of, on one device, in the compute dtype.
+
+    Attributes:
+        residual: [B, T, D] as it lies between blocks. whole: the same, of the whole sequence.
+        query, key: [B, T, H E] and [B, T, N E]. hidden: [B, T, F].
+        layer: weights of one block. table: those of the head's matrix.
+        layers: blocks of a stage. model: shards of one block.
+    """
+
+    residual: int
+    whole: int
+    query: int
+    key: int
+    hidden: int
+    layer: int
+    table: int
+    layers: int
+    model: int
+    compute: int
+
+    @classmethod
+    def of(cls, workload: Workload, e: Execution, held: Placed) -> _Sizes:
+        m, tp = workload.model, e.mesh.model
+        compute = _bytes(workload.policy.compute)
+        column = e.microbatch_size * e.sequence_length * compute
+        kv = m.kv_heads if m.kv_heads % tp else m.kv_heads // tp
+        split = tp if e.sequence_parallel and tp > 1 else 1
+        return cls(
+            residual=column * m.width // split,
+            whole=column * m.width,
+            query=column * m.heads // tp * m.head_dim,
+            key=column * kv * m.head_dim,
+            hidden=column * m.ffn // tp,
+            layer=held.layer * compute,
+            table=(held.embed if m.tied else held.head) * compute,
+            layers=m.layers // e.mesh.stage,
+            model=tp,
+            compute=compute,
+        )
+
+
+def _kept(s: _Sizes, e: Execution, schedule: Schedule) -> int:
+    """Rings over the micro-batches in flight, of residuals and of the head's gradients."""
+    if e.remat == "stage":
+        idle_slot = not schedule.never_idle[0]
+        ring = (schedule.num_slots + idle_slot) * s.residual
+    else:
+        ring = schedule.num_slots * s.layers * _kept_by_a_layer(s, e.remat)
+    return ring + schedule.num_head_slots * s.residual
+
+
+def _kept_by_a_layer(s: _Sizes, remat: str) -> int:
+    """Residuals of one block and micro-batch (pipeline/layers.py)."""
+    if remat == "full":
+        return s.residual
+    float32 = 4 * s.residual // s.compute
+    if remat == "dots":  # x; query, key, value; out; gate, up
+        return 2 * s.residual + s.query + 2 * s.key + 2 * s.hidden
+    # none: two norms (x and its square root twice in float32, the gathered result), attention's
+    # inputs, result and its input to `out`, and six arrays around the gate.
+    return 4 * float32 + 2 * s.whole + 3 * s.query + 2 * s.key + 6 * s.hidden
+
+
+def _head(workload: Workload, s: _Sizes, e: Execution) -> tuple[int, int]:
+    """(workspace, communication) of look-up and head: a float32 gradient of the table, a chunk of
+    logits; a tied table turned around; under ZeRO 2 and 3 a second gradient on its way."""
+    rows = s.table // s.compute // workload.model.width
+    chunk = min(LOGITS_BYTES, 4 * e.microbatch_size * e.sequence_length * rows)
+    table32 = 4 * s.table // s.compute
+    if e.zero >= 2 and e.mesh.data > 1:
+        gathered = s.table if e.zero >= 3 else 0
+        return table32 + chunk, table32 + table32 // e.mesh.data + gathered
+    return table32 + chunk + (s.table if workload.model.tied else 0), 0
+
+
+def _layer(s: _Sizes, e: Execution, schedule: Schedule) -> tuple[int, int]:
+    """(workspace, communication) of one block's backward pass: weights, their gradients, what is
+    computed again, and rings that XLA turns around as a whole (layers.py, `ring_in_order`)."""
+    work = 2 * s.layer + 3 * s.hidden + 4 * s.whole + 3 * s.query
+    if e.remat == "stage" and e.mesh.stage > 1:
+        work += s.layers * s.residual
+    if s.model > 1:
+        slots = schedule.num_slots * s.layers
+        if e.remat == "dots":
+            work += 3 * slots * s.query
+        elif e.remat == "none":
+            work += slots * s.query
+        elif e.remat == "full" and (e.microbatch_size > 1 or s.residual == s.whole):
+            work += slots * s.residual
+    communication = s.layer // 2 if e.zero >= 2 and e.mesh.data > 1 else 0
+    return work, communication
+
+
+def _update(held: Placed, e: Execution, grads: int, kept: int, s: _Sizes) -> tuple[int, int]:
+    """(workspace, communication) of the update, less the rings, which are free by then: a scatter
+    or gather along another dimension than the first turns the largest array around."""
+    if e.mesh.data == 1:
+        return 0, 0
+    largest = 4 * held.largest
+    if e.zero == 1:
+        return max(0, 4 * held.large + largest + 4 * (held.rest_split) - grads - kept), 0
+    if e.zero == 2:
+        return max(0, int(1.6 * grads) - kept), 0
+    if e.zero == 3:
+        return max(0, 2 * largest // e.mesh.data - kept), 0
+    return 0, 0
