@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_train.mesh import DATA, MODEL, STAGE
@@ -101,14 +101,15 @@ class Layout:
     """The rules table applied to one mesh, with the run's choices that change it.
 
     Attributes:
-        mesh: physical mesh with axes data, stage, model; None for plain single-device use.
+        mesh: mesh with axes data, stage, model, an abstract one where nothing is to be placed; None
+            for plain single-device use.
         zero: 0 to 3, see the table above.
         sequence_parallel: shard the residual stream's sequence over `model`.
         logical_shards: parts of every sum, the same on every mesh (pipeline/reproducible.py); 0
             where sums may follow the mesh.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     zero: int = 1
     sequence_parallel: bool = False
     logical_shards: int = 0

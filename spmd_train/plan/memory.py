@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 
-from spmd_train.mesh import MeshShape
 from spmd_train.pipeline.schedule import Schedule, make_schedule
 from spmd_train.pipeline.vocabulary import LOGITS_BYTES
 from spmd_train.plan.placed import Placed, placed
@@ -87,11 +87,14 @@ def memory_use(workload: Workload, execution: Execution) -> MemoryUse:
     grads = sums * _bytes(policy.accumulate) * (2 if policy.compensated else 1)
     sizes = _Sizes.of(workload, e, held)
     schedule = _schedule(e.schedule, mesh.stage, e.microbatches)
-    kept = _kept(sizes, e, schedule)
+    compiler = _COMPILERS[workload.platform]
+    kept = _kept(sizes, e, schedule) + _turned(sizes, e, schedule, compiler)
+    if e.zero == 3 and mesh.data > 1:  # shards of weights turned around for their gathers
+        kept += 2 * held.largest // mesh.data
     phases = {
-        "head": _head(workload, sizes, e),
-        "layer": _layer(sizes, e, schedule),
-        "update": _update(held, e, grads, kept, sizes),
+        "head": _head(workload, sizes, e, compiler),
+        "layer": _layer(sizes, e, compiler),
+        "update": _update(held, e, grads, kept, policy.has_master, compiler),
     }
     phase = max(phases, key=lambda name: sum(phases[name]))
     workspace, communication = phases[phase]
@@ -109,8 +112,8 @@ def memory_use(workload: Workload, execution: Execution) -> MemoryUse:
     )
 
 
-def _bytes(dtype: object) -> int:
-    return jnp.dtype(dtype).itemsize
+def _bytes(dtype: Any) -> int:
+    return int(jnp.dtype(dtype).itemsize)
 
 
 @cache
@@ -187,46 +190,88 @@ def _kept_by_a_layer(s: _Sizes, remat: str) -> int:
     return 4 * float32 + 2 * s.whole + 3 * s.query + 2 * s.key + 6 * s.hidden
 
 
-def _head(workload: Workload, s: _Sizes, e: Execution) -> tuple[int, int]:
-    """(workspace, communication) of look-up and head: a float32 gradient of the table, a chunk of
+@dataclass(frozen=True)
+class _Compiler:
+    """How a backend's XLA plans buffers, as read from its buffer assignments (JAX 0.10.2).
+
+    Attributes:
+        weights, weights_sharded: copies of a block's weights and gradients in a backward pass, with
+            one model shard and with several (where collectives overlap with products).
+        gathered: more of them at ZeRO 3.
+        tables: float32 gradients of the head's matrix. chunks: of logits.
+        turned: share of the largest array that an update turns around, or holds twice (ZeRO 1).
+        second_sums: of the gradients' size, arrays that an update holds besides (ZeRO 2).
+        keeps_order: whether rings stay as they were written.
+    """
+
+    weights: float
+    weights_sharded: float
+    gathered: float
+    tables: int
+    chunks: int
+    turned: float
+    second_sums: float
+    keeps_order: bool
+
+
+_COMPILERS = {
+    "gpu": _Compiler(2.0, 2.0, 0.8, 1, 1, 1.0, 1.75, False),
+    "tpu": _Compiler(2.8, 3.9, 5.0, 2, 6, 0.5, 1.25, True),
+}
+
+
+def _turned(s: _Sizes, e: Execution, schedule: Schedule, compiler: _Compiler) -> int:
+    """Rings that XLA turns around as a whole, once a tick (layers.py, `ring_in_order`)."""
+    if compiler.keeps_order or s.model == 1:
+        return 0
+    slots = schedule.num_slots * s.layers
+    if e.remat == "dots":
+        return 3 * slots * s.query
+    if e.remat == "none":
+        return slots * s.query
+    unlike = e.microbatch_size > 1 or s.residual == s.whole
+    return slots * s.residual if e.remat == "full" and unlike else 0
+
+
+def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
+    """(workspace, communication) of look-up and head: a float32 gradient of the table, chunks of
     logits; a tied table turned around; under ZeRO 2 and 3 a second gradient on its way."""
     rows = s.table // s.compute // workload.model.width
     chunk = min(LOGITS_BYTES, 4 * e.microbatch_size * e.sequence_length * rows)
-    table32 = 4 * s.table // s.compute
+    table32, tied = 4 * s.table // s.compute, workload.model.tied
+    work = compiler.tables * table32 + compiler.chunks * chunk
     if e.zero >= 2 and e.mesh.data > 1:
-        gathered = s.table if e.zero >= 3 else 0
-        return table32 + chunk, table32 + table32 // e.mesh.data + gathered
-    return table32 + chunk + (s.table if workload.model.tied else 0), 0
+        gathered = s.table if e.zero == 3 and not tied else 0
+        return work, table32 + table32 // e.mesh.data + gathered
+    return work + (s.table if tied else 0), 0
 
 
-def _layer(s: _Sizes, e: Execution, schedule: Schedule) -> tuple[int, int]:
-    """(workspace, communication) of one block's backward pass: weights, their gradients, what is
-    computed again, and rings that XLA turns around as a whole (layers.py, `ring_in_order`)."""
-    work = 2 * s.layer + 3 * s.hidden + 4 * s.whole + 3 * s.query
+def _layer(s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
+    """(workspace, communication) of one block's backward pass: weights, their gradients, and what
+    is computed again."""
+    weights = compiler.weights if s.model == 1 else compiler.weights_sharded
+    work = int(weights * s.layer) + 3 * s.hidden + 4 * s.whole + 3 * s.query
     if e.remat == "stage" and e.mesh.stage > 1:
         work += s.layers * s.residual
-    if s.model > 1:
-        slots = schedule.num_slots * s.layers
-        if e.remat == "dots":
-            work += 3 * slots * s.query
-        elif e.remat == "none":
-            work += slots * s.query
-        elif e.remat == "full" and (e.microbatch_size > 1 or s.residual == s.whole):
-            work += slots * s.residual
-    communication = s.layer // 2 if e.zero >= 2 and e.mesh.data > 1 else 0
-    return work, communication
+    gathers = e.zero >= 2 and e.mesh.data > 1
+    return work, int(compiler.gathered * s.layer) if gathers else 0
 
 
-def _update(held: Placed, e: Execution, grads: int, kept: int, s: _Sizes) -> tuple[int, int]:
-    """(workspace, communication) of the update, less the rings, which are free by then: a scatter
+def _update(
+    held: Placed, e: Execution, grads: int, free: int, has_master: bool, compiler: _Compiler
+) -> tuple[int, int]:
+    """(workspace, communication) of the update, less the rings, which are `free` by then: a scatter
     or gather along another dimension than the first turns the largest array around."""
-    if e.mesh.data == 1:
+    if e.mesh.data == 1 or e.zero == 0:
         return 0, 0
-    largest = 4 * held.largest
-    if e.zero == 1:
-        return max(0, 4 * held.large + largest + 4 * (held.rest_split) - grads - kept), 0
-    if e.zero == 2:
-        return max(0, int(1.6 * grads) - kept), 0
-    if e.zero == 3:
-        return max(0, 2 * largest // e.mesh.data - kept), 0
-    return 0, 0
+    if e.zero == 1 and not has_master:  # the old parameters are read until the new are whole
+        extra = 0.85 * grads
+    elif e.zero == 1 and compiler.keeps_order:
+        extra = compiler.turned * 4 * held.largest
+    elif e.zero == 1:  # leaves are scattered one by one, and freed
+        extra = 4 * (held.large + compiler.turned * held.largest + held.rest_split) - grads
+    elif e.zero == 2:
+        extra = compiler.second_sums * grads
+    else:
+        extra = 2 * 4 * held.largest / e.mesh.data
+    return max(0, int(extra) - free), 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Remat = Literal["none", "dots", "selective", "full", "stage"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+Compute = Literal["bfloat16", "float16", "float8", "float32"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Execution:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     remat: Remat = "full"
-    compute: Literal["bfloat16", "float16", "float8", "float32"] = "bfloat16"
+    compute: Compute = "bfloat16"
     sequence_parallel: bool = True
     context: int = 1
     vocabulary: Literal["spread", "ends"] = "spread"
