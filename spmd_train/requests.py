@@ -40,6 +40,46 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Which mesh for this model on this cluster: memory and time of every legal one, best first.
+
+    Example: python -m spmd_train plan --config llama-30b --cluster 32x24gb
+
+    Example: python -m spmd_train plan --config llama-30b --cluster 32x24gb --mesh 4x2x4 --zero 1
+    --microbatch-size 1 --schedule 1f1b --remat stage --compute bfloat16
+
+    Example: python -m spmd_train plan --config llama-30b --cluster cluster-a --cluster cluster-b
+    """
+
+    cluster: tyro.conf.UseAppendAction[list[str]]
+    """Cluster file, or the name of a bundled one. Given several times: one configuration for all
+    of them, ranked by the slowest."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in model.layers=64; any number of times."""
+    global_batch: int | None = None
+    """Sequences per step. Default: the configuration's."""
+    top: int = 10
+    """Number of candidates shown."""
+    mesh: str | None = None
+    """Only this mesh, and what of it does not fit."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """Only this ZeRO level."""
+    microbatch_size: int | None = None
+    """Only micro-batches of so many rows."""
+    schedule: Literal["1f1b", "gpipe"] | None = None
+    """Only this schedule."""
+    remat: Literal["none", "dots", "full", "stage"] | None = None
+    """Only this rematerialisation."""
+    compute: Literal["bfloat16", "float16", "float8", "float32"] | None = None
+    """Only this compute dtype. Default: the configuration's; bfloat16 or float32 where it is
+    auto."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Loss and bits per byte of a trained model on text it was not trained on.
 
@@ -192,6 +232,7 @@ Data = (
 )
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[
