@@ -171,7 +171,7 @@ def build_mesh(shape: MeshShape | None, platform: str | None = None) -> tuple[Me
     devices = _devices(platform)
     shape = shape or MeshShape(data=len(devices))
     _check_count(shape, devices)
-    return _arrange(devices[: shape.size], shape), shape
+    return arrange(devices[: shape.size], shape), shape
 
 
 def _devices(platform: str | None) -> Sequence[Any]:
@@ -247,7 +247,7 @@ def _closest_shapes(shape: MeshShape, n_devices: int, count: int = 12) -> str:
     return listed(shapes[:count]) + more
 
 
-def _arrange(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+def arrange(devices: Sequence[Any], shape: MeshShape) -> Mesh:
     """Lay devices out by their physical topology; simulated ones have none, so by their order."""
     import jax
     import numpy as np
