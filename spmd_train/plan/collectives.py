@@ -275,7 +275,8 @@ def replica_groups(text: str, devices: int = 0) -> np.ndarray:
 
     - `{{0,1},{2,3}}`: listed.
     - `[4,2]<=[2,4]T(1,0)`: 0 to 7 as [2, 4], transposed, as 4 groups of 2.
-    - `mesh['data'=2,'model'=4] {'data'}`: those that differ along data alone (JAX 0.12).
+    - `mesh['data'=2,'model'=4] {'data'}`: those that differ along data alone (JAX 0.12);
+      `'model':(2)2` is the part of size 2 of model below an outer part of size 2.
     - `{}`: one group of all `devices`.
     """
     if text.startswith("{}"):
@@ -287,14 +288,25 @@ def replica_groups(text: str, devices: int = 0) -> np.ndarray:
     named = re.match(
         r"mesh\[([^]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}", text
     )
-    if named and re.fullmatch(r"('\w+',?)*", named[3]):  # and no part of an axis
-        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        inside = re.findall(r"'(\w+)'", named[3])
-        order = [*(a for a in sizes if a not in inside), *inside]
-        ids = _iota(named[2] or f"[{math.prod(sizes.values())}]").reshape(list(sizes.values()))
-        ids = ids.transpose([list(sizes).index(a) for a in order])
-        return ids.reshape(-1, math.prod(sizes[a] for a in inside))
+    if named:
+        return _within_mesh(named[1], named[2], named[3])
     raise ValueError(f"cannot read replica groups: {text[:80]}")
+
+
+def _within_mesh(axes: str, ids: str | None, inside: str) -> np.ndarray:
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", axes)}
+    chosen = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", inside)
+    }
+    dims: list[int] = []  # of the mesh, each axis as what is before the chosen part, it, and after
+    for name, size in sizes.items():
+        before, part = chosen.get(name, (size, 1))
+        dims += [before, part, size // before // part]
+    devices = _iota(ids or f"[{math.prod(dims)}]").reshape(dims)
+    parts = [3 * list(sizes).index(name) + 1 for name in chosen]
+    others = [i for i in range(len(dims)) if i not in parts]
+    return devices.transpose(others + parts).reshape(-1, math.prod(dims[i] for i in parts))
 
 
 def _numbers(text: str) -> list[int]:

@@ -49,7 +49,9 @@ class Compiled:
         jax: version of JAX.
         seconds: to lower and compile.
         memory: per device; None where a TPU's compiler gave up since it does not fit.
-        needed_bytes: per device; of a step that its compiler gave up, what it says is needed.
+        needed_bytes: most a device holds at once. For a TPU, whose program places its own buffers,
+            by the compiler's schedule, or what it said when it gave up; for a GPU, which allocates
+            all temporaries as one block, `memory.peak`.
         collectives: of a step, those with the most bytes first.
         policy, attention, schedule, remat: what `auto` became for this target.
         notes: what a reader must know to read the figures.
@@ -71,8 +73,10 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory."""
-        return self.memory is not None and self.needed_bytes <= self.site.memory_bytes
+        """Whether a device has the memory; a TPU's compiler would have given up otherwise."""
+        if self.site.platform == "tpu":
+            return self.memory is not None
+        return self.needed_bytes <= self.site.memory_bytes
 
     def as_json(self) -> dict[str, Any]:
         """The document of `compile --json`."""
@@ -95,7 +99,8 @@ class Compiled:
             "fits": self.fits,
             "memory_bytes": {
                 **{part: None if memory is None else getattr(memory, part) for part in parts},
-                "peak": self.needed_bytes,
+                "peak": self.needed_bytes if memory is None else memory.peak,
+                "needed": self.needed_bytes,
                 "limit": self.site.memory_bytes,
             },
             "collectives": [asdict(each) for each in self.collectives],
@@ -164,7 +169,7 @@ class Compiler:
         if "failure" in answer:
             raise RunError(f"compiling for {site.topology} failed: {answer['failure']}")
         if "out_of_memory" in answer:
-            notes.append("the compiler gave up, so its own figures are missing")
+            notes.append("the compiler gave up early: what is needed is its estimate, and high")
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         found = tuple(
             Collective(**{**each, "axes": tuple(each["axes"])})
@@ -180,7 +185,7 @@ class Compiler:
             jax=metadata.version("jax"),
             seconds=answer["seconds"],
             memory=memory,
-            needed_bytes=answer["out_of_memory"] if memory is None else memory.peak,
+            needed_bytes=_needed(site, memory, answer),
             collectives=found,
             policy=resolved["policy"],
             attention=resolved["attention"],
@@ -303,6 +308,12 @@ def _matches(version: str, wanted: str) -> bool:
     return version == wanted or (prefix != wanted and f"{version}.".startswith(prefix))
 
 
+def _needed(site: Site, memory: Memory | None, answer: dict[str, Any]) -> int:
+    if memory is None:
+        return int(answer["out_of_memory"])
+    return (site.platform == "tpu" and int(answer["scheduled_peak"])) or memory.peak
+
+
 def _with_attention(config: Config, attention: str) -> Config:
     model = config.model.model_copy(update={"attention": attention})
     return config.model_copy(update={"model": model})
@@ -328,7 +339,7 @@ def print_compiled(compiled: Compiled) -> None:
         say(f"does not fit: needs {spell(compiled.needed_bytes)} per device, which has {limit}")
     else:
         verdict = "fits" if compiled.fits else "does not fit"
-        say(f"{verdict}: {memory}; the device has {limit}")
+        say(f"{verdict}: needs {spell(compiled.needed_bytes)} of {limit}; in all {memory}")
     if compiled.collectives:
         table = Table(box=None, pad_edge=False)
         for column in ("collective", "over", "where"):
