@@ -339,13 +339,16 @@ def print_compiled(compiled: Compiled) -> None:
         say(f"does not fit: needs {spell(compiled.needed_bytes)} per device, which has {limit}")
     else:
         verdict = "fits" if compiled.fits else "does not fit"
-        say(f"{verdict}: needs {spell(compiled.needed_bytes)} of {limit}; in all {memory}")
+        at_once = ""
+        if compiled.needed_bytes < memory.peak:
+            at_once = f", {spell(compiled.needed_bytes)} of it at once"
+        say(f"{verdict}: {memory}{at_once}; the device has {limit}")
     if compiled.collectives:
         table = Table(box=None, pad_edge=False)
-        for column in ("collective", "over", "where"):
-            table.add_column(column)
-        for column in ("times a step", "per device and step"):
-            table.add_column(column, justify="right")
+        for column in ("collective", "over", "in loop"):
+            table.add_column(column, no_wrap=True)
+        for column in ("times a step", "bytes a step"):
+            table.add_column(column, justify="right", no_wrap=True)
         for each in compiled.collectives:
             table.add_row(*_row(each))
         Console(highlight=False).print(table)
@@ -357,7 +360,7 @@ def _row(each: Collective) -> Sequence[str]:
     return (
         each.op,
         ", ".join(each.axes) or "-",
-        "in the loop" if each.in_loop else "once",
+        "yes" if each.in_loop else "no",
         ("" if each.exact else "~") + f"{each.count:,}",
         spell(each.bytes_per_step),
     )
