@@ -19,6 +19,7 @@ import tyro
 from spmd_train.errors import RequestError, RunError, listed
 from spmd_train.requests import (
     Command,
+    Compile,
     DataInspect,
     DataPrepare,
     Eval,
@@ -284,6 +285,23 @@ def generate(request: Generate) -> None:
     print()
 
 
+def compile_for(request: Compile) -> None:
+    """Print what the target's compiler makes of the step; one that does not fit is an answer."""
+    from spmd_train.config import load
+    from spmd_train.mesh import MeshShape
+    from spmd_train.plan.compile import compile_step, print_compiled
+    from spmd_train.plan.targets import requested_site
+
+    shape = MeshShape.parse(request.mesh)
+    site = requested_site(shape.size, request.target, request.hosts, request.cluster)
+    config = load(request.config, request.set, mesh=request.mesh)
+    compiled = compile_step(config, shape, site)
+    if request.json:
+        print(json.dumps(compiled.as_json(), indent=2))
+    else:
+        print_compiled(compiled)
+
+
 def list_steps(request: Ls | Verify) -> None:
     """Print the steps of a run; damage found by `verify` is a failure."""
     from spmd_train.checkpoint import report
@@ -370,6 +388,7 @@ _FUNCTIONS: dict[type, Any] = {
     Plan: plan,
     Eval: evaluate,
     Generate: generate,
+    Compile: compile_for,
     Ls: list_steps,
     Verify: list_steps,
     Show: show,

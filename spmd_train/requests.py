@@ -132,6 +132,33 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Compile:
+    """Compile the training step for GPUs or TPUs that need not be here: memory and collectives.
+
+    Example: python -m spmd_train compile --config llama-30b --mesh 4x2x4 --target h100-80gb
+    --hosts 4
+
+    Example: python -m spmd_train compile --config llama-30b --mesh 4x2x4 --target v5p --json
+    """
+
+    mesh: str
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4."""
+    target: str | None = None
+    """Accelerator, by its name in hardware.yaml: h100-80gb, rtx4090-24gb, v5p. Default: that of
+    --cluster."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in pipeline.remat=stage; any number of times."""
+    hosts: int | None = None
+    """Machines that the GPUs are spread over; a TPU slice has its own. Default: 8 GPUs each."""
+    cluster: str | None = None
+    """Cluster file, or the name of a bundled one: its accelerator, hosts and topology."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True)
 class _Steps:
     run: tyro.conf.Positional[str]
     """Run directory."""
@@ -235,6 +262,7 @@ Command = (
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[
         Steps,
         tyro.conf.subcommand(
