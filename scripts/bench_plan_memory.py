@@ -155,6 +155,20 @@ and `plan --verify` ask the one that is installed.
 """
 
 
+ABOUT = """{all}. Of these, not looked at when the coefficients were chosen: {unseen}.
+
+GPU figures are for blockwise attention (cuDNN's cannot be compiled without its library). XLA plans
+with less where a step would otherwise not fit the device: such a step is predicted too high (LLaMA
+30B at 2x4x4 with zero=2 on the RTX 4090).
+
+"""
+
+TABLE = """\
+| target | model | mesh | micro-batches | length | settings | phase | compiled GiB | predicted | error |
+| --- | --- | --- | ---: | ---: | --- | --- | ---: | ---: | ---: |
+"""  # noqa: E501
+
+
 def page(cases: list[Case]) -> str:
     """The page, as Markdown."""
     errors = [case.error for case in cases]
@@ -167,15 +181,7 @@ def page(cases: list[Case]) -> str:
             f"{sum(abs(e) > 0.08 for e in of)} more than 8 % off"
         )
 
-    lines = [
-        HEAD, f"{summary(errors)}. Of these, not looked at when the coefficients were chosen: ",
-        f"{summary(unseen)}.\n\n",
-        "GPU figures are for blockwise attention (cuDNN's cannot be compiled here).\nXLA plans with "
-        "less where a step would not fit the device: such a step is predicted too high\n(LLaMA 30B at 2x4x4 with zero=2 on the RTX 4090).\n\n",
-        "| target | model | mesh | micro-batches | length | settings | phase | compiled GiB | "
-        "predicted | error |\n",
-        "| --- | --- | --- | ---: | ---: | --- | --- | ---: | ---: | ---: |\n",
-    ]  # fmt: skip
+    lines = [HEAD, ABOUT.format(all=summary(errors), unseen=summary(unseen)), TABLE]
     for case in cases:
         use = case.predicted()
         lines.append(

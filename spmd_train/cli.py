@@ -92,7 +92,8 @@ def train(request: Train) -> None:
 
     launch = _launch(request)
     config = launch.config
-    shape = MeshShape.parse(config.mesh) if config.mesh else None
+    auto = request.mesh == "auto"
+    shape = MeshShape.parse(config.mesh) if config.mesh and not auto else None
     if shape is not None:
         from spmd_train.shape_rules import validate_shape
 
@@ -108,6 +109,12 @@ def train(request: Train) -> None:
     board = join_processes(config.watchdog.silent_seconds)
     if board is not None and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")
+    if auto:
+        import jax
+
+        from spmd_train.plan.auto import mesh_for
+
+        shape = mesh_for(config, jax.devices())
     with (
         Watchdog(config.watchdog, launch.run.path, board) as watchdog,
         Preemption(board) as preemption,
@@ -126,7 +133,8 @@ def _launch(request: Train) -> Launch:
         raise RequestError("--resume and --init-from exclude each other; give one of them.")
     if request.stop_after is not None and request.stop_after < 1:
         raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
-    top = {"mesh": request.mesh, "steps": request.steps}
+    mesh = None if request.mesh == "auto" else request.mesh
+    top = {"mesh": mesh, "steps": request.steps}
     if request.resume:
         run = RunDirectory(_path(request.out))
         config = resumed_config(run, request.config, request.set, **top)
@@ -153,6 +161,7 @@ def _train_on(
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
     from spmd_train.mesh import build_mesh, describe
+    from spmd_train.plan.memory import predicted
 
     mesh, shape = build_mesh(shape, platform)
     meet("joined")
@@ -172,6 +181,7 @@ def _train_on(
         watchdog=watchdog,
         preemption=preemption,
         evaluation=evaluation,
+        predicted=predicted(config, shape, mesh.devices.flat[0].platform),
     )
     say = _say_on(sys.stdout)
     say(describe(mesh, shape))
@@ -208,10 +218,19 @@ def plan(request: Plan) -> None:
             present.show_shared(shared, plans, request.top, console)
         return
     (found,) = plans
-    if request.json:
-        print(json.dumps(present.as_json(found, request.top, name, request.set), indent=2))
-    else:
+    if not request.json:
         present.show(found, request.top, name, request.set, console)
+    compiled = []
+    if request.verify:
+        from spmd_train.plan.verify import verified
+
+        for candidate, result in verified(found, request.verify):
+            compiled.append(result)
+            if not request.json:
+                present.show_verified(candidate, result, console)
+    if request.json:
+        document = present.as_json(found, compiled, request.top, name, request.set)
+        print(json.dumps(document, indent=2))
     if not found.candidates:
         raise RunError(nothing_fits(found, fixed))
 

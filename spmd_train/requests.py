@@ -20,7 +20,8 @@ class Train:
     """
 
     mesh: str | None = None
-    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4. Default: all devices on data."""
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4; auto: the planner's fastest that
+    fits the accelerators here. Default: all devices on data."""
     config: str | None = None
     """Configuration file, or the name of a bundled one. Default: tiny."""
     set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
@@ -75,6 +76,9 @@ class Plan:
     compute: Literal["bfloat16", "float16", "float8", "float32"] | None = None
     """Only this compute dtype. Default: the configuration's; bfloat16 or float32 where it is
     auto."""
+    verify: int = 0
+    """Compile the first so many with the real compiler (spmd-train[compile-gpu] or [compile-tpu])
+    and show its memory beside the predicted."""
     json: bool = False
     """Print one JSON document."""
 

@@ -11,13 +11,18 @@ from rich.table import Table
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.both import Shared
 from spmd_train.plan.cluster import Cluster
+from spmd_train.plan.compile import Compiled
 from spmd_train.plan.reasons import command, why
 from spmd_train.plan.search import Candidate, Plan
 from spmd_train.telemetry.memory import spell
 
 
-def as_json(plan: Plan, top: int, config: str, sets: Sequence[str]) -> dict[str, Any]:
-    """The document of `plan --json`."""
+def as_json(
+    plan: Plan, compiled: Sequence[Compiled], top: int, config: str, sets: Sequence[str]
+) -> dict[str, Any]:
+    """The document of `plan --json`; `compiled` are those of the first candidates."""
+    verified = [{"verified": each.as_json()} for each in compiled]
+    verified += [{}] * (len(plan.candidates) - len(verified))
     first = plan.candidates[0] if plan.candidates else None
     return {
         "model": {"name": plan.config.name, "params": plan.workload.transformer.parameters},
@@ -29,8 +34,9 @@ def as_json(plan: Plan, top: int, config: str, sets: Sequence[str]) -> dict[str,
                 **_candidate(c),
                 "why": why(c, first or c),
                 "command": command(plan, c, config, sets),
+                **more,
             }
-            for c in plan.candidates[:top]
+            for c, more in zip(plan.candidates[:top], verified, strict=False)
         ],
         "pareto": [_candidate(c) for c in plan.pareto],
         "rejected": [
@@ -131,6 +137,17 @@ def ranking(candidates: Sequence[Candidate]) -> Table:
             f"{c.time.bubble_fraction:.0%}",
         )  # fmt: skip
     return table
+
+
+def show_verified(candidate: Candidate, compiled: Compiled, console: Console) -> None:
+    """Print the compiler's memory of one candidate beside the predicted."""
+    needed, predicted = compiled.needed_bytes, candidate.memory.total
+    fits = "fits" if compiled.fits and needed <= candidate.limit else "does not fit"
+    console.print(
+        f"    {candidate.execution.mesh}: the compiler says {spell(needed)} ({fits}), predicted "
+        f"{spell(predicted)} ({predicted / needed - 1:+.1%}); compiled in {compiled.seconds:.0f} s "
+        f"by {compiled.backend}"
+    )
 
 
 def show_shared(

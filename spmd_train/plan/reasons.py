@@ -63,9 +63,10 @@ def _bubble(candidate: Candidate) -> str:
     """Of a pipeline, its bubble and how many micro-batches would make it 10 %."""
     e, bubble = candidate.execution, candidate.time.bubble_fraction
     S, M = e.mesh.stage, e.microbatches
+    count = f"{M} micro-batch{'es' if M > 1 else ''}"
     if S == 1:
-        return f"{M} micro-batches of {e.microbatch_size}, no pipeline; "
-    text = f"bubble {bubble:.0%} at {M} micro-batches"
+        return f"{count} of {e.microbatch_size}, no pipeline; "
+    text = f"bubble {bubble:.0%} at {count}"
     enough = 9 * (S - 1)  # (S-1)/(M+S-1) = 10 %: Narayanan et al. 2021, section 2.2
     return f"{text} ({enough} would make it 10 %); " if enough > M else f"{text}; "
 

@@ -158,7 +158,8 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
             evaluated += 1
             workload = workloads[e.compute]
             memory = memory_use(workload, e)
-            if e.zero not in leanest or memory.total < leanest[e.zero].memory.total:
+            lean = leanest.get(e.zero)
+            if e.compute == computes[0] and (lean is None or memory.total < lean.memory.total):
                 leanest[e.zero] = Leanest(memory, e)
             if memory.total <= limit or fixed.everything:
                 time = step_time(workload.transformer, e, cluster)
@@ -167,7 +168,7 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         fitting.extend(fits)
         if here:
             best.append(min(fits or here, key=_rank))
-        rejected.extend(_rejections(mesh, leanest, limit, fixed))
+        rejected.extend(_rejections(mesh, leanest, limit, fixed, fits=bool(fits)))
         least = min([*leanest.values(), *([least] if least else [])], key=_total, default=None)
     return Plan(
         config=config,
@@ -187,16 +188,15 @@ def _total(least: Leanest) -> int:
 
 
 def _rejections(
-    mesh: MeshShape, leanest: dict[int, Leanest], limit: int, fixed: Fixed
+    mesh: MeshShape, leanest: dict[int, Leanest], limit: int, fixed: Fixed, *, fits: bool
 ) -> Iterator[Rejected]:
     """A mesh on which nothing fits; of one that was asked for, and of plain data parallelism, every
     ZeRO level on which nothing does."""
     if not leanest:
         yield Rejected(mesh, f"no such micro-batch divides the rows of data={mesh.data}.")
         return
-    least = min(leanest.values(), key=_total)
-    if least.memory.total > limit:
-        yield Rejected(mesh, too_large(least, limit))
+    if not fits:
+        yield Rejected(mesh, too_large(min(leanest.values(), key=_total), limit))
     plain = mesh.model * mesh.stage == 1 and mesh.data > 1
     for zero, each in sorted(leanest.items()):
         if each.memory.total > limit and (fixed.mesh is not None or (plain and zero == 0)):
@@ -262,6 +262,10 @@ def _meshes(cluster: Cluster, fixed: Fixed) -> list[MeshShape]:
 
 def _illegal(config: Config, mesh: MeshShape, fixed: Fixed) -> str | None:
     """Why the trainer refuses this mesh; None if it takes it."""
+    if config.batch.global_size % mesh.data:
+        return (
+            f"data={mesh.data} does not divide the {config.batch.global_size} sequences of a step."
+        )
     microbatches = fixed.microbatches or 1
     batch = config.batch.model_copy(update={"microbatches": microbatches})
     try:
