@@ -116,8 +116,8 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.config.name}: {plan.workload.transformer.parameters / 1e9:.1f} billion parameters, "
         f"{batch.global_size} sequences of {batch.sequence_length} a step, on {cluster.devices} x "
-        f"{cluster.accelerator.title} ({nodes} of {cluster.per_node}); {plan.evaluated:,} ways "
-        "costed"
+        f"{cluster.accelerator.title} ({nodes} of {cluster.per_node}); {plan.evaluated:,} "
+        f"{'way' if plan.evaluated == 1 else 'ways'} costed"
     )
 
 
