@@ -25,6 +25,9 @@ USABLE = {"gpu": 0.94, "tpu": 1.0}
 """Share of an accelerator's memory that a step may take: on a GPU the CUDA context and NCCL's
 buffers need some, and XLA takes only 75 % unless told (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
+MODEL_ERROR = 0.03
+"""Share kept free since the memory model may be so far below the compiler."""
+
 COMPUTE_OF_POLICY: dict[str, Compute] = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8",
 }  # fmt: skip
@@ -126,7 +129,8 @@ class Plan:
 def usable_bytes(cluster: Cluster) -> int:
     """Bytes a step may take on one JAX device."""
     accelerator = cluster.accelerator
-    return int(USABLE[accelerator.kind] * accelerator.memory_bytes / accelerator.devices)
+    share = USABLE[accelerator.kind] * (1 - MODEL_ERROR)
+    return int(share * accelerator.memory_bytes / accelerator.devices)
 
 
 def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
