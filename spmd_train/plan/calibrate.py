@@ -159,9 +159,12 @@ def _product_flops(mesh: Mesh, dtype: str, peak: float, edge: int, seconds: floa
 
     def normal(seed: int, rows: int, spec: PartitionSpec) -> jax.Array:
         """Not zeros, which take less power; scaled so that products keep their size."""
-        make = partial(jax.random.normal, shape=(rows, edge), dtype=jnp.dtype(dtype))
-        placed = jax.jit(make, out_shardings=NamedSharding(mesh, spec))
-        return placed(jax.random.key(seed)) / math.sqrt(edge)
+
+        def make() -> jax.Array:
+            numbers = jax.random.normal(jax.random.key(seed), (rows, edge), jnp.dtype(dtype))
+            return numbers / math.sqrt(edge)
+
+        return jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
 
     weights, x = normal(0, edge, PartitionSpec()), normal(1, mesh.size * edge, EVERYWHERE)
     return flops / seconds_of_one(lambda x, w: (x @ w).astype(x.dtype), count, mesh, x, weights)

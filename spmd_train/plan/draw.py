@@ -19,6 +19,7 @@ from rich.text import Text
 from spmd_train.pipeline.schedule import IDLE
 from spmd_train.plan.search import Candidate, Plan
 from spmd_train.plan.view import (
+    BRIEF,
     SAME_ON_EVERY_STAGE,
     brief,
     edges,
@@ -26,6 +27,7 @@ from spmd_train.plan.view import (
     idle_sentence,
     memory_parts,
     memory_scale,
+    occurring,
     pictured,
     schedule_of,
     seconds,
@@ -69,17 +71,17 @@ def memory_bars(plan: Plan, top: int, width: int) -> Text:
     columns = max(10, width - left - right - 4)
     per_byte = columns / memory_scale(shown)
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append("Memory of a device\n", style="bold")
+    text.append("Memory of a device", style="bold")
+    text.append(f" ({BRIEF})\n", style="dim")
     for candidate, label, number in zip(shown, labels, numbers, strict=True):
         text.append(f"{label:{left}}  ")
         text.append_text(_bar(candidate, per_byte, columns))
         text.append(f" {number:>{right}}\n", style="" if candidate.fits else "bold red")
     text.append(f"\nParts of {labels[0]}:\n")
-    for part in memory_parts(shown[0].memory):
-        if part.amount:
-            letter, colour = _MARKS[part.name]
-            text.append(f" {letter} ", style=f"black on {colour}")
-            text.append(f" {part.title:14}{gigabytes(part.amount):>10} GB\n")
+    for part in occurring([memory_parts(c.memory) for c in shown]):
+        letter, colour = _MARKS[part.name]
+        text.append(f" {letter} ", style=f"black on {colour}")
+        text.append(f" {part.title:14}{gigabytes(part.amount):>10} GB\n")
     return text.append(_wrapped(SAME_ON_EVERY_STAGE, width))
 
 
@@ -161,8 +163,8 @@ def pareto(plan: Plan, width: int, height: int = 14) -> Text:
     for candidate, mark in zip(points, _POINTS, strict=False):
         figures = f"{gigabytes(candidate.memory.total):>8} GB{seconds(candidate.seconds):>8} s"
         text.append(f" {mark}{figures}  {brief(candidate.execution)}\n")
-    text.append("numbers: nothing is both leaner and faster; o: the fastest of each mesh", "dim")
-    return text
+    marks = "numbers: nothing is both leaner and faster; o: the fastest of each mesh"
+    return text.append(_wrapped(marks, width), "dim")
 
 
 def _wrapped(sentence: str, width: int) -> str:

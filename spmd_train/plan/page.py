@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from spmd_train.pipeline.schedule import IDLE
 from spmd_train.plan.search import Candidate, Plan
 from spmd_train.plan.view import (
+    BRIEF,
     SAME_ON_EVERY_STAGE,
     Part,
     brief,
@@ -25,6 +26,7 @@ from spmd_train.plan.view import (
     idle_sentence,
     memory_parts,
     memory_scale,
+    occurring,
     percent,
     pictured,
     schedule_of,
@@ -36,7 +38,7 @@ from spmd_train.plan.view import (
 from spmd_train.plan.workload import Execution
 
 WIDTH = 1000.0
-LEFT, RIGHT = 210.0, 80.0  # of a bar: its label and its number
+GLYPH, RIGHT = 6.8, 80.0  # beside a bar: a character of its label, and its number
 BAR, STEP = 18.0, 28.0
 ROW = 26.0  # of a stage in the timeline
 FORWARDS_ACROSS = 72  # what a timeline shows of a step, in forwards
@@ -121,10 +123,11 @@ def page(plan: Plan, top: int) -> str:
         pareto_rows=[_row(rank, c) for rank, c in enumerate(plan.pareto, 1)],
         charts=[_memory_bars(shown), _time_bars(shown)] if shown else [],
         note=SAME_ON_EVERY_STAGE,
+        brief=BRIEF,
         timelines=[_timeline(c.execution) for c in pictured(plan)],
         scatter=_scatter(plan) if plan.pareto else None,
         rejected=[(str(r.mesh), r.reason) for r in plan.rejected],
-        W=WIDTH, LEFT=LEFT, BAR=BAR, ROW=ROW,
+        W=WIDTH, BAR=BAR, ROW=ROW,
         H=PLOT_HEIGHT, PLOT_LEFT=PLOT_LEFT, PLOT_BOTTOM=PLOT_BOTTOM,
     )  # fmt: skip
 
@@ -169,53 +172,46 @@ def _row(rank: int, c: Candidate) -> dict[str, str]:
 
 
 def _memory_bars(shown: Sequence[Candidate]) -> Bars:
-    per_byte = _across() / memory_scale(shown)
-    bars = [
-        _bar(i, c, memory_parts(c.memory), per_byte, gigabytes, "GB")
-        for i, c in enumerate(shown)
-    ]  # fmt: skip
-    legend = _legend(memory_parts(shown[0].memory), gigabytes, "GB")
-    limit = LEFT + shown[0].limit * per_byte
-    return Bars("Memory of a device", len(shown) * STEP, bars, legend, limit)
+    parts = [memory_parts(c.memory) for c in shown]
+    return _bars("Memory of a device", shown, parts, memory_scale(shown), gigabytes, "GB")
 
 
 def _time_bars(shown: Sequence[Candidate]) -> Bars:
-    per_second = _across() / max(c.seconds for c in shown)
-    bars = [
-        _bar(i, c, time_parts(c.time), per_second, seconds, "s")
-        for i, c in enumerate(shown)
-    ]  # fmt: skip
-    legend = _legend(time_parts(shown[0].time), seconds, "s")
-    return Bars("Seconds of a step", len(shown) * STEP, bars, legend, None)
+    parts, longest = [time_parts(c.time) for c in shown], max(c.seconds for c in shown)
+    chart = _bars("Seconds of a step", shown, parts, longest, seconds, "s")
+    return chart._replace(limit=None)
 
 
-def _across() -> float:
-    return WIDTH - LEFT - RIGHT
-
-
-def _bar(
-    index: int,
-    candidate: Candidate,
-    parts: Sequence[Part],
-    per_unit: float,
+def _bars(
+    title: str,
+    shown: Sequence[Candidate],
+    parts: Sequence[Sequence[Part]],
+    whole: float,
     text: Callable[[float], str],
     unit: str,
-) -> Bar:
-    starts = edges(parts, per_unit)
-    segments = [
-        Segment(LEFT + start, end - start, part.name, f"{part.title}: {text(part.amount)} {unit}",
-                part.amount)
-        for part, start, end in zip(parts, starts, starts[1:], strict=False)
-        if part.amount
+) -> Bars:
+    """A bar of parts for each candidate; `whole` is what fills the width."""
+    left = 16 + GLYPH * max(len(brief(c.execution)) for c in shown)
+    per_unit = (WIDTH - left - RIGHT) / whole
+    bars = []
+    for index, (candidate, of) in enumerate(zip(shown, parts, strict=True)):
+        starts = edges(of, per_unit)
+        segments = [
+            Segment(left + start, end - start, part.name, _said(part, text, unit), part.amount)
+            for part, start, end in zip(of, starts, starts[1:], strict=False)
+            if part.amount
+        ]
+        number = f"{text(sum(part.amount for part in of))} {unit}"
+        label = brief(candidate.execution)
+        bars.append(Bar(index * STEP, label, number, segments, candidate.fits))
+    legend = [
+        (part.name, part.title, f"{text(part.amount)} {unit}") for part in occurring(parts)
     ]  # fmt: skip
-    total = f"{text(sum(part.amount for part in parts))} {unit}"
-    return Bar(index * STEP, brief(candidate.execution), total, segments, candidate.fits)
+    return Bars(title, len(shown) * STEP, bars, legend, left + shown[0].limit * per_unit)
 
 
-def _legend(
-    parts: Sequence[Part], text: Callable[[float], str], unit: str
-) -> list[tuple[str, str, str]]:
-    return [(p.name, p.title, f"{text(p.amount)} {unit}") for p in parts if p.amount]
+def _said(part: Part, text: Callable[[float], str], unit: str) -> str:
+    return f"{part.title}: {text(part.amount)} {unit}"
 
 
 # -------------------------------------------------------------------------------------- timeline
@@ -226,7 +222,7 @@ def _timeline(e: Execution) -> Timeline:
     table, left = schedule_of(e), 70.0
     costs = tick_costs(table)
     first, last = shown_ticks(costs, FORWARDS_ACROSS)
-    gap = 4 if last else 0  # in forwards
+    gap = 6 if last else 0  # in forwards
     forward = min(40.0, (WIDTH - left) / (sum(costs[t] for t in (*first, *last)) + gap))
     starts: dict[int, float] = {}
     x = left

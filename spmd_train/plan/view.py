@@ -19,6 +19,7 @@ SAME_ON_EVERY_STAGE = (
     "Every device runs the same program, with the buffers of the most loaded stage: one bar stands "
     "for all of them."
 )
+BRIEF = "mesh, zero, micro-batches x rows, remat"  # what `brief` writes
 
 _MEMORY = {
     "params": "parameters",
@@ -61,6 +62,11 @@ def time_parts(time: StepTime) -> list[Part]:
     return [Part(name, title, amounts[name]) for name, title in _TIME.items()]
 
 
+def occurring(bars: Sequence[Sequence[Part]]) -> list[Part]:
+    """Of the first bar, the parts that this or another bar has: what a legend names."""
+    return [parts[0] for parts in zip(*bars, strict=True) if any(part.amount for part in parts)]
+
+
 def edges(parts: Sequence[Part], per_unit: float) -> list[float]:
     """Where each part of a bar starts, and where the last ends."""
     return [0.0, *(end * per_unit for end in accumulate(part.amount for part in parts))]
@@ -77,7 +83,9 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three figures: `6.81`, `0.0123`, `1,250`."""
+    """Three figures: `6.81`, `0.0123`, `1,250`; nothing is `0`."""
+    if not value:
+        return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 

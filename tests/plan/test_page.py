@@ -158,6 +158,17 @@ def test_the_scatter_has_every_point(plan: Plan, text: str) -> None:
     assert ys == sorted(ys)  # leaner further down
 
 
+def test_legends_name_every_part_that_is_drawn(text: str) -> None:
+    """Also those that the first bar lacks."""
+    charts = re.findall(r'<svg class="bars".*?</ul>', text, re.S)
+    assert len(charts) == 2
+    for chart in charts:
+        bars, legend = chart.split('<ul class="legend">')
+        drawn = set(re.findall(r'<rect class="(\w+) seam"', bars))
+        assert drawn == set(re.findall(r'<rect class="(\w+)"', legend))
+        assert drawn > {"bubble"} or drawn > {"params"}
+
+
 def test_hostile_names_are_text(plan: Plan) -> None:
     name = "<script>alert('1')</script>"
     hostile = replace(
