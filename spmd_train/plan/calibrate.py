@@ -196,7 +196,8 @@ def with_link(
     where = "network" if between else "link"
     latency, bandwidth = f"{where}_latency_microseconds", f"{where}_gigabytes_per_second"
     devices = cluster.devices if between else cluster.per_node * cluster.accelerator.devices
-    found = measured.model_copy(update={latency: 1.0, bandwidth: _data_sheet(cluster, between)})
+    sheet = (cluster.network if between and cluster.network else cluster.link).gigabytes_per_second
+    found = measured.model_copy(update={latency: 1.0, bandwidth: sheet})
 
     def predicted(size_bytes: int, field: str, value: float) -> float:
         tried = found.model_copy(update={field: value})
@@ -204,28 +205,26 @@ def with_link(
         return all_reduce(links, group(links, devices, 1), size_bytes)
 
     for _ in range(2):
-        for size, field in ((min(times), latency), (max(times), bandwidth)):
-            value = _solved(partial(predicted, size, field), times[size])
+        for size, field, low, high in (
+            (min(times), latency, 0.1, 1e6),
+            (max(times), bandwidth, 1e-4 * sheet, 10 * sheet),
+        ):
+            value = _solved(partial(predicted, size, field), times[size], low, high)
             found = found.model_copy(update={field: float(f"{value:.4g}")})
     return found
 
 
-def _data_sheet(cluster: Cluster, between: bool) -> float:
-    where = cluster.network if between and cluster.network else cluster.link
-    return where.gigabytes_per_second
-
-
-def _solved(predicted: Callable[[float], float], seconds: float) -> float:
-    """The argument of a monotone function for this value, of 1e-3 to 1e6 the nearest."""
-    low, high = math.log(1e-3), math.log(1e6)
-    rising = predicted(math.exp(high)) > predicted(math.exp(low))
+def _solved(predicted: Callable[[float], float], seconds: float, low: float, high: float) -> float:
+    """Where a monotone function has this value, or the nearest end: a time too short or too long
+    for the formula (noise, or a network that is no bottleneck) gives no absurd figure."""
+    rising = predicted(high) > predicted(low)
     for _ in range(50):
-        middle = (low + high) / 2
-        if (predicted(math.exp(middle)) < seconds) == rising:
+        middle = math.sqrt(low * high)
+        if (predicted(middle) < seconds) == rising:
             low = middle
         else:
             high = middle
-    return math.exp((low + high) / 2)
+    return middle
 
 
 # ---------------------------------------------------------------------------------------- the file

@@ -98,6 +98,21 @@ def test_the_planner_predicts_what_was_measured(name: str) -> None:
     assert figures(found) == pytest.approx(figures(known), rel=2e-3)
 
 
+@pytest.mark.parametrize("taken", [0.0, 1e9])
+@pytest.mark.parametrize("between", [False, True])
+def test_times_beyond_the_formula_stay_figures(taken: float, between: bool) -> None:
+    """A positive latency, and at most ten times the data sheet's bandwidth."""
+    cluster = load_cluster("cluster-a")
+    found = with_link(cluster, Measured(), {2**15: taken, 2**28: taken}, between)
+    bandwidth, latency = (
+        (found.network_gigabytes_per_second, found.network_latency_microseconds)
+        if between
+        else (found.link_gigabytes_per_second, found.link_latency_microseconds)
+    )
+    assert 0 < bandwidth <= 10.01 * (25 if between else 300)
+    assert 0 < latency <= 1.001e6
+
+
 def seconds(cluster: Cluster, measured: Measured, compute: str = "bfloat16") -> float:
     """Of a step whose model axis is in a node, and data axis between nodes."""
     t = Workload.of(load("llama-7b"), "gpu").transformer
