@@ -78,12 +78,13 @@ class MemoryUse:
 
 def predicted(config: Config, mesh: MeshShape, platform: str) -> int | None:
     """Bytes per device that a run takes; None where there is no model of it (a CPU's compiler, a
-    block of one's own, reproducible sums, masked idle ticks)."""
+    block of one's own, reproducible sums, masked idle ticks, Muon's products)."""
     modelled = (
         platform in _COMPILERS
         and config.model.block == "decoder"
         and not config.precision.reproducible
         and config.pipeline.idle == "skip"
+        and config.optim.name != "muon"
     )
     if not modelled:
         return None
@@ -245,11 +246,13 @@ def _turned(s: _Sizes, e: Execution, schedule: Schedule, compiler: _Compiler) ->
         return 0
     slots = schedule.num_slots * s.layers
     if e.remat == "dots":
-        return 3 * slots * s.query
+        return slots * (s.query + 2 * s.key)
     if e.remat == "none":
-        return slots * s.query
+        return slots * (2 * (s.query + s.key) if e.microbatch_size > 1 else s.query)
     unlike = e.microbatch_size > 1 or s.residual == s.whole
-    return slots * s.residual if e.remat == "full" and unlike else 0
+    if not unlike:
+        return 0
+    return (slots if e.remat == "full" else s.layers) * s.residual
 
 
 def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
@@ -269,7 +272,7 @@ def _layer(s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
     """(workspace, communication) of one block's backward pass: weights, their gradients, and what
     is computed again."""
     weights = compiler.weights if s.model == 1 else compiler.weights_sharded
-    work = int(weights * s.layer) + 3 * s.hidden + 4 * s.whole + 3 * s.query
+    work = int(weights * s.layer) + 4 * s.hidden + 4 * s.whole + 3 * s.query
     if e.remat == "stage" and e.mesh.stage > 1:
         work += s.layers * s.residual
     gathers = e.zero >= 2 and e.mesh.data > 1

@@ -226,6 +226,7 @@ def _check_modelled(config: Config) -> None:
         ("model.block", config.model.block, "decoder"),
         ("precision.reproducible", config.precision.reproducible, False),
         ("pipeline.idle", config.pipeline.idle, "skip"),
+        ("optim.name", "adamw" if config.optim.name != "muon" else "muon", "adamw"),
     ):
         if value != known:
             shown = str(value).lower() if isinstance(value, bool) else value
