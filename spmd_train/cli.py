@@ -206,6 +206,8 @@ def plan(request: Plan) -> None:
     from spmd_train.plan.search import search
 
     config, fixed = _planned(request)
+    if request.calibrate:
+        _calibrate(request)
     clusters = [load_cluster(path) for path in request.cluster]
     name = request.config or "tiny"
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
@@ -220,6 +222,11 @@ def plan(request: Plan) -> None:
     (found,) = plans
     if not request.json:
         present.show(found, request.top, name, request.set, console)
+        if request.pictures:
+            from spmd_train.plan.draw import pictures
+
+            console.print(pictures(found, request.top, min(console.width, 120)))
+    _write_plan(request, found)
     compiled = []
     if request.verify:
         from spmd_train.plan.verify import verified
@@ -233,6 +240,41 @@ def plan(request: Plan) -> None:
         print(json.dumps(document, indent=2))
     if not found.candidates:
         raise RunError(nothing_fits(found, fixed))
+
+
+def _write_plan(request: Plan, found: Any) -> None:
+    """The memo and the page, where they are asked for."""
+    from spmd_train.disk import write_whole
+
+    texts: dict[str, str] = {}
+    if request.html:
+        from spmd_train.plan.page import page
+
+        texts[request.html] = page(found, request.top)
+    if request.memo and found.candidates:
+        from spmd_train.plan.memo import memo
+
+        texts[request.memo] = memo(found, found.candidates[0])
+    for path, text in texts.items():
+        try:
+            write_whole(_path(path), text.encode())
+        except OSError as error:
+            raise RunError(f"cannot write {path} ({error.strerror}).") from error
+        print(f"written: {path}", file=sys.stderr)
+
+
+def _calibrate(request: Plan) -> None:
+    """Measure the devices here and keep what they do in the cluster file."""
+    if len(request.cluster) != 1:
+        raise RequestError("--calibrate needs one --cluster: the file of the cluster it runs on.")
+    import jax
+
+    from spmd_train.distributed import join_processes
+    from spmd_train.plan.calibrate import calibrate_file
+
+    join_processes(60.0)
+    measured = calibrate_file(_path(request.cluster[0]), jax.devices())
+    print(f"measured into {request.cluster[0]}: {measured}", file=sys.stderr)
 
 
 def _planned(request: Plan) -> tuple[Any, Any]:

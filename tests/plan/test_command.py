@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,3 +123,24 @@ class TestAuto:
     def test_on_a_cpu_the_mesh_must_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("--mesh", "auto") == 2
         assert "has no numbers for 'cpu' devices" in capsys.readouterr().err
+
+
+def test_the_page_and_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert run("plan", *SMALL, "--top", 2, "--html", page, "--pictures") == 0
+    assert "Memory of a device" in capsys.readouterr().out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert run("plan", *SMALL, "--html", tmp_path / "no" / "plan.html") == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_calibration_is_refused_on_other_devices_than_the_clusters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "--cluster", "8x80gb", "--calibrate") == 2
+    assert "copy" in capsys.readouterr().err, "a bundled file is not written to"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("accelerator: h100-80gb\nnodes: 1\nper_node: 8\n")
+    assert run("plan", "--cluster", mine, "--calibrate") == 2
+    assert "cpu" in capsys.readouterr().err
+    assert "measured" not in mine.read_text()
