@@ -4,7 +4,7 @@
 
 State, sums and activations in flight are counted from the rules table, the policy and the
 schedule's table: nothing there is estimated. The workspace is what XLA holds besides at the worst
-moment, which is in one of three phases; its coefficients (`_GPU`, `_TPU`) were read from the buffer
+moment, which is in one of three phases; its coefficients (`_COMPILERS`) were read from the buffer
 assignments of compiled steps, and `scripts/bench_plan_memory.py` compares the whole with the
 compiler (docs/planner-memory.md).
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from spmd_train.pipeline.schedule import Schedule, make_schedule
 from spmd_train.pipeline.vocabulary import LOGITS_BYTES
 from spmd_train.plan.placed import Placed, placed
-from spmd_train.plan.workload import Execution, Workload
+from spmd_train.plan.workload import Execution, Workload, unmodelled
 
 if TYPE_CHECKING:
     from spmd_train.config import Config
@@ -77,16 +77,9 @@ class MemoryUse:
 
 
 def predicted(config: Config, mesh: MeshShape, platform: str) -> int | None:
-    """Bytes per device that a run takes; None where there is no model of it (a CPU's compiler, a
-    block of one's own, reproducible sums, masked idle ticks, Muon's products)."""
-    modelled = (
-        platform in _COMPILERS
-        and config.model.block == "decoder"
-        and not config.precision.reproducible
-        and config.pipeline.idle == "skip"
-        and config.optim.name != "muon"
-    )
-    if not modelled:
+    """Bytes per device that a run takes; None where there is no model of it: on a CPU, whose
+    compiler was not looked at, or of what is `unmodelled`."""
+    if platform not in _COMPILERS or unmodelled(config) is not None:
         return None
     workload = Workload.of(config, platform)
     return memory_use(workload, Execution.of(config, mesh, workload.policy)).total
@@ -122,7 +115,11 @@ def memory_use(workload: Workload, execution: Execution) -> MemoryUse:
         params=params * compute,
         master=optimizer * master if policy.has_master else 0,
         moments=first * _bytes(policy.moments) + second * max(master, 4),
-        batch=2 * 4 * e.microbatches * e.microbatch_size * e.sequence_length,
+        batch=(3 if workload.packed else 2)
+        * 4
+        * e.microbatches
+        * e.microbatch_size
+        * e.sequence_length,
         grads=grads,
         activations=kept,
         logits=workspace if phase == "head" else 0,
@@ -236,7 +233,7 @@ class _Compiler:
 
 _COMPILERS = {
     "gpu": _Compiler(2.0, 2.0, 0.8, 1, 1, 1.0, 1.75, False),
-    "tpu": _Compiler(2.8, 3.9, 5.0, 2, 6, 0.5, 1.25, True),
+    "tpu": _Compiler(2.8, 4.4, 5.0, 2, 6, 0.5, 1.25, True),
 }
 
 
@@ -263,7 +260,7 @@ def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> t
     table32, tied = 4 * s.table // s.compute, workload.model.tied
     work = compiler.tables * table32 + compiler.chunks * chunk
     if e.zero >= 2 and e.mesh.data > 1:
-        gathered = s.table if e.zero == 3 and not tied else 0
+        gathered = s.table if e.zero == 3 and (compiler.keeps_order or not tied) else 0
         return work, table32 + table32 // e.mesh.data + gathered
     return work + (s.table if tied else 0), 0
 
