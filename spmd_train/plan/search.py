@@ -110,7 +110,7 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
     """
     _check_modelled(config)
     workloads = {
-        compute: _workload(config, cluster, compute)
+        compute: workload_for(config, cluster, compute)
         for compute in _computes(config, cluster, fixed)
     }
     limit = usable_bytes(cluster)
@@ -202,7 +202,8 @@ def _computes(config: Config, cluster: Cluster, fixed: Fixed) -> tuple[Compute, 
     return (asked,)
 
 
-def _workload(config: Config, cluster: Cluster, compute: Compute) -> Workload:
+def workload_for(config: Config, cluster: Cluster, compute: Compute) -> Workload:
+    """What `config` asks for on `cluster`, computed in `compute`."""
     precision = config.precision.model_copy(update={"policy": POLICY_OF_COMPUTE[compute]})
     return Workload.of(config.model_copy(update={"precision": precision}), cluster.accelerator.kind)
 
