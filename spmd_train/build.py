@@ -51,6 +51,7 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
     validate_shape(config, shape)
     platform = platform or mesh.devices.flat[0].platform
     policy = resolve_policy(config.precision, platform, first_moment_decay(config.optim))
+    schedule_name, remat = config.pipeline.resolved
     resolved = Resolved(
         policy=policy.name,
         attention=resolve_attention(
@@ -61,8 +62,8 @@ def build_step(config: Config, mesh: Mesh, platform: str | None = None) -> tuple
             config.model.head_dim,
             config.data.packed,
         ),
-        schedule=config.pipeline.schedule if config.pipeline.schedule != "auto" else "1f1b",
-        remat=config.pipeline.remat if config.pipeline.remat != "auto" else "full",
+        schedule=schedule_name,
+        remat=remat,
         sequence_parallel=sequence_parallel_on(config, shape),
     )
     reproducible = config.precision.reproducible

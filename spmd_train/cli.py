@@ -19,11 +19,13 @@ import tyro
 from spmd_train.errors import RequestError, RunError, listed
 from spmd_train.requests import (
     Command,
+    Compile,
     DataInspect,
     DataPrepare,
     Eval,
     Generate,
     Ls,
+    Plan,
     Show,
     Train,
     Verify,
@@ -90,7 +92,8 @@ def train(request: Train) -> None:
 
     launch = _launch(request)
     config = launch.config
-    shape = MeshShape.parse(config.mesh) if config.mesh else None
+    auto = request.mesh == "auto"
+    shape = MeshShape.parse(config.mesh) if config.mesh and not auto else None
     if shape is not None:
         from spmd_train.shape_rules import validate_shape
 
@@ -106,6 +109,12 @@ def train(request: Train) -> None:
     board = join_processes(config.watchdog.silent_seconds)
     if board is not None and request.out is None:
         raise RequestError("a run of several processes needs --out, the same for all of them.")
+    if auto:
+        import jax
+
+        from spmd_train.plan.auto import mesh_for
+
+        shape = mesh_for(config, jax.devices())
     with (
         Watchdog(config.watchdog, launch.run.path, board) as watchdog,
         Preemption(board) as preemption,
@@ -124,7 +133,8 @@ def _launch(request: Train) -> Launch:
         raise RequestError("--resume and --init-from exclude each other; give one of them.")
     if request.stop_after is not None and request.stop_after < 1:
         raise RequestError(f"--stop-after is {request.stop_after}; it must be at least 1.")
-    top = {"mesh": request.mesh, "steps": request.steps}
+    mesh = None if request.mesh == "auto" else request.mesh
+    top = {"mesh": mesh, "steps": request.steps}
     if request.resume:
         run = RunDirectory(_path(request.out))
         config = resumed_config(run, request.config, request.set, **top)
@@ -151,6 +161,7 @@ def _train_on(
     from spmd_train.loop import Session
     from spmd_train.loop import run as run_loop
     from spmd_train.mesh import build_mesh, describe
+    from spmd_train.plan.memory import predicted
 
     mesh, shape = build_mesh(shape, platform)
     meet("joined")
@@ -170,6 +181,7 @@ def _train_on(
         watchdog=watchdog,
         preemption=preemption,
         evaluation=evaluation,
+        predicted=predicted(config, shape, mesh.devices.flat[0].platform),
     )
     say = _say_on(sys.stdout)
     say(describe(mesh, shape))
@@ -182,6 +194,71 @@ def _train_on(
     if reached < config.steps:
         say(f"continue:  spmd-train --resume --out {launch.run.path}")
     say(f'generate:  spmd-train generate --run {launch.run.path} --prompt "It was"')
+
+
+def plan(request: Plan) -> None:
+    """Rank every legal mesh; nothing that fits is a failure."""
+    from rich.console import Console
+
+    from spmd_train.plan import present
+    from spmd_train.plan.both import for_all, nothing_fits
+    from spmd_train.plan.cluster import load_cluster
+    from spmd_train.plan.search import search
+
+    config, fixed = _planned(request)
+    clusters = [load_cluster(path) for path in request.cluster]
+    name = request.config or "tiny"
+    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
+    plans = [search(config, cluster, fixed) for cluster in clusters]
+    if len(clusters) > 1:
+        shared = for_all(plans)
+        if request.json:
+            print(json.dumps(present.shared_as_json(shared, plans, request.top), indent=2))
+        else:
+            present.show_shared(shared, plans, request.top, console)
+        return
+    (found,) = plans
+    if not request.json:
+        present.show(found, request.top, name, request.set, console)
+    compiled = []
+    if request.verify:
+        from spmd_train.plan.verify import verified
+
+        for candidate, result in verified(found, request.verify):
+            compiled.append(result)
+            if not request.json:
+                present.show_verified(candidate, result, console)
+    if request.json:
+        document = present.as_json(found, compiled, request.top, name, request.set)
+        print(json.dumps(document, indent=2))
+    if not found.candidates:
+        raise RunError(nothing_fits(found, fixed))
+
+
+def _planned(request: Plan) -> tuple[Any, Any]:
+    """The configuration to plan for, and what of the search is fixed."""
+    from spmd_train.config import load
+    from spmd_train.mesh import MeshShape
+    from spmd_train.plan.search import Fixed
+
+    sets = list(request.set)
+    for flag, value in (("top", request.top), ("microbatch-size", request.microbatch_size)):
+        if value is not None and value < 1:
+            raise RequestError(f"--{flag} is {value}; it must be at least 1.")
+    if not request.cluster:
+        raise RequestError("plan needs --cluster: a cluster file, or the name of a bundled one.")
+    if request.global_batch is not None:
+        # A batch that is cut into the configuration's micro-batches is not asked for.
+        sets += [f"batch.global_size={request.global_batch}"]
+    fixed = Fixed(
+        mesh=MeshShape.parse(request.mesh) if request.mesh else None,
+        zero=request.zero,
+        microbatch_size=request.microbatch_size,
+        schedule=request.schedule,
+        remat=request.remat,
+        compute=request.compute,
+    )
+    return load(request.config, sets), fixed
 
 
 def evaluate(request: Eval) -> None:
@@ -225,6 +302,23 @@ def generate(request: Generate) -> None:
     for piece in continue_text(run, config, request.prompt, sampling, request.platform):
         print(piece, end="", flush=True)
     print()
+
+
+def compile_for(request: Compile) -> None:
+    """Print what the target's compiler makes of the step; one that does not fit is an answer."""
+    from spmd_train.config import load
+    from spmd_train.mesh import MeshShape
+    from spmd_train.plan.compile import compile_step, print_compiled
+    from spmd_train.plan.targets import requested_site
+
+    shape = MeshShape.parse(request.mesh)
+    site = requested_site(shape.size, request.target, request.hosts, request.cluster)
+    config = load(request.config, request.set, mesh=request.mesh)
+    compiled = compile_step(config, shape, site)
+    if request.json:
+        print(json.dumps(compiled.as_json(), indent=2))
+    else:
+        print_compiled(compiled)
 
 
 def list_steps(request: Ls | Verify) -> None:
@@ -310,8 +404,10 @@ def data_inspect(request: DataInspect) -> None:
 
 _FUNCTIONS: dict[type, Any] = {
     Train: train,
+    Plan: plan,
     Eval: evaluate,
     Generate: generate,
+    Compile: compile_for,
     Ls: list_steps,
     Verify: list_steps,
     Show: show,

@@ -151,6 +151,12 @@ class PipelineConfig(Section):
         default="skip", description="Whether idle ticks skip their work or compute on zeros."
     )
 
+    @property
+    def resolved(self) -> tuple[str, str]:
+        """Schedule and remat policy, `auto` resolved."""
+        schedule = "1f1b" if self.schedule == "auto" else self.schedule
+        return schedule, "full" if self.remat == "auto" else self.remat
+
 
 class LossScaleConfig(Section):
     """How far the loss is scaled up, so that small fp16 gradients do not vanish."""

@@ -48,6 +48,7 @@ class Session:
         resolved: what each `auto` became. throughput: tokens and FLOPs of a step.
         watchdog: is told what is done. preemption: says when to leave.
         evaluation: of held-out rows, where the run has any.
+        predicted: bytes per device by the planner's model; None where it has none.
     """
 
     launch: Launch
@@ -58,6 +59,7 @@ class Session:
     watchdog: Watchdog
     preemption: Preemption
     evaluation: Evaluation | None = None
+    predicted: int | None = None
 
     @property
     def config(self) -> Config:
@@ -184,7 +186,12 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
     meet("compiled")
     memory = compiled_memory(compiled)
     seconds = time.perf_counter() - clock
-    log.event("compile", seconds=round(seconds, 3), bytes_per_device=asdict(memory))
+    log.event(
+        "compile",
+        seconds=round(seconds, 3),
+        bytes_per_device=asdict(memory),
+        predicted_bytes=session.predicted,
+    )
     pipeline = session.step.pipeline
     partial_sums = partial_sum_bytes(
         pipeline.leaves, pipeline.layout, pipeline.policy, pipeline.model.architecture.tied
@@ -193,7 +200,9 @@ def _compile(session: Session, log: RunLog, state: TrainState) -> Any:
         share = (
             f", of which reproducible partial sums {spell(partial_sums)}" if partial_sums else ""
         )
-        print(f"memory  {memory}{share} (compiled in {seconds:.1f} s)", flush=True)
+        known = session.predicted
+        model = f"; the planner predicted {spell(known)}" if known is not None else ""
+        print(f"memory  {memory}{share}{model} (compiled in {seconds:.1f} s)", flush=True)
     return compiled
 
 

@@ -16,8 +16,11 @@ before the second that the import takes.
 from __future__ import annotations
 
 import contextlib
+import glob
+import importlib.util
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +39,10 @@ ARRAY_AXES = (DATA, STAGE, MODEL)  # as the device array is laid out: the last h
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # our name -> jax_platforms
 MAX_SIMULATED_DEVICES = 512  # per process; each virtual device costs threads and memory
+
+_NVIDIA_PLUGINS = {"xla_cuda12", "xla_cuda13"}
+# Of NVIDIA GPUs (the last also under WSL), then of TPUs; on other machines there is none of them.
+_ACCELERATOR_FILES = ("/dev/nvidia*", "/dev/dxg", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 _HOW_TO_WRITE = "write data x model x stage as in 4x2x4, or named as in data=4,model=2,stage=4"
 _SIZE = re.compile(r"[0-9]{1,9}")
@@ -141,6 +148,8 @@ def prepare_devices(shape: MeshShape | None, platform: str | None) -> None:
     config = _jax_config()
     if platform is not None:
         config.update("jax_platforms", JAX_PLATFORMS[platform])
+    elif not config.jax_platforms and _installed_only_to_compile():
+        config.update("jax_platforms", "cpu")
     if (
         per_process is not None
         and per_process <= MAX_SIMULATED_DEVICES
@@ -150,6 +159,24 @@ def prepare_devices(shape: MeshShape | None, platform: str | None) -> None:
         # JAX 0.10 and 0.12 refuse this update with a RuntimeError once a backend has started.
         with contextlib.suppress(RuntimeError):
             config.update("jax_num_cpu_devices", per_process)
+
+
+def _installed_only_to_compile() -> bool:
+    """Whether there are backends of GPUs or TPUs but no such device, as `compile` needs them.
+
+    JAX (0.10 and 0.12) would end on the CPU all the same, after a traceback for each CUDA library
+    that it misses and libtpu's complaints; told that the platform is the CPU it says nothing.
+    """
+    plugins = importlib.util.find_spec("jax_plugins")
+    found = (
+        {m.name for m in pkgutil.iter_modules(plugins.submodule_search_locations)}
+        if plugins
+        else set()
+    )
+    libtpu = importlib.util.find_spec("libtpu") is not None
+    if not (found or libtpu) or not found <= _NVIDIA_PLUGINS:
+        return False
+    return not any(glob.glob(pattern) for pattern in _ACCELERATOR_FILES)
 
 
 def _jax_config() -> Any:
@@ -171,7 +198,7 @@ def build_mesh(shape: MeshShape | None, platform: str | None = None) -> tuple[Me
     devices = _devices(platform)
     shape = shape or MeshShape(data=len(devices))
     _check_count(shape, devices)
-    return _arrange(devices[: shape.size], shape), shape
+    return arrange(devices[: shape.size], shape), shape
 
 
 def _devices(platform: str | None) -> Sequence[Any]:
@@ -247,7 +274,7 @@ def _closest_shapes(shape: MeshShape, n_devices: int, count: int = 12) -> str:
     return listed(shapes[:count]) + more
 
 
-def _arrange(devices: Sequence[Any], shape: MeshShape) -> Mesh:
+def arrange(devices: Sequence[Any], shape: MeshShape) -> Mesh:
     """Lay devices out by their physical topology; simulated ones have none, so by their order."""
     import jax
     import numpy as np

@@ -20,7 +20,8 @@ class Train:
     """
 
     mesh: str | None = None
-    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4. Default: all devices on data."""
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4; auto: the planner's fastest that
+    fits the accelerators here. Default: all devices on data."""
     config: str | None = None
     """Configuration file, or the name of a bundled one. Default: tiny."""
     set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
@@ -37,6 +38,49 @@ class Train:
     """Start a new run from the parameters (without --config: and configuration) of this one."""
     platform: Platform | None = None
     """Refuse to run on anything else. Default: what JAX finds."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which mesh for this model on this cluster: memory and time of every legal one, best first.
+
+    Example: python -m spmd_train plan --config llama-30b --cluster 32x24gb
+
+    Example: python -m spmd_train plan --config llama-30b --cluster 32x24gb --mesh 4x2x4 --zero 1
+    --microbatch-size 1 --schedule 1f1b --remat stage --compute bfloat16
+
+    Example: python -m spmd_train plan --config llama-30b --cluster cluster-a --cluster cluster-b
+    """
+
+    cluster: tyro.conf.UseAppendAction[list[str]]
+    """Cluster file, or the name of a bundled one. Given several times: one configuration for all
+    of them, ranked by the slowest."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in model.layers=64; any number of times."""
+    global_batch: int | None = None
+    """Sequences per step. Default: the configuration's."""
+    top: int = 10
+    """Number of candidates shown."""
+    mesh: str | None = None
+    """Only this mesh, and what of it does not fit."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """Only this ZeRO level."""
+    microbatch_size: int | None = None
+    """Only micro-batches of so many rows."""
+    schedule: Literal["1f1b", "gpipe"] | None = None
+    """Only this schedule."""
+    remat: Literal["none", "dots", "full", "stage"] | None = None
+    """Only this rematerialisation."""
+    compute: Literal["bfloat16", "float16", "float8", "float32"] | None = None
+    """Only this compute dtype. Default: the configuration's; bfloat16 or float32 where it is
+    auto."""
+    verify: int = 0
+    """Compile the first so many with the real compiler (spmd-train[compile-gpu] or [compile-tpu])
+    and show its memory beside the predicted."""
+    json: bool = False
+    """Print one JSON document."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +133,33 @@ class Generate:
     """Seed of the choice."""
     platform: Platform | None = None
     """Refuse to run on anything else. Default: what JAX finds."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile the training step for GPUs or TPUs that need not be here: memory and collectives.
+
+    Example: python -m spmd_train compile --config llama-30b --mesh 4x2x4 --target h100-80gb
+    --hosts 4
+
+    Example: python -m spmd_train compile --config llama-30b --mesh 4x2x4 --target v5p --json
+    """
+
+    mesh: str
+    """Mesh as DATAxMODELxSTAGE (4x2x4) or data=4,model=2,stage=4."""
+    target: str | None = None
+    """Accelerator, by its name in hardware.yaml: h100-80gb, rtx4090-24gb, v5p. Default: that of
+    --cluster."""
+    config: str | None = None
+    """Configuration file, or the name of a bundled one. Default: tiny."""
+    set: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """Change one key of the configuration, as in pipeline.remat=stage; any number of times."""
+    hosts: int | None = None
+    """Machines that the GPUs are spread over; a TPU slice has its own. Default: 8 GPUs each."""
+    cluster: str | None = None
+    """Cluster file, or the name of a bundled one: its accelerator, hosts and topology."""
+    json: bool = False
+    """Print one JSON document."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +263,10 @@ Data = (
 )
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[
         Steps,
         tyro.conf.subcommand(

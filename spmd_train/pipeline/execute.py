@@ -113,6 +113,17 @@ def loss_and_gradients(
         return mapped(params, scales, batch, step, loss_scale)
 
 
+def loop_trips(pipeline: Pipeline) -> dict[str, int]:
+    """Trips in a whole step, on any device, of a tick's loops whose length the table decides.
+
+    By the named scope they stand in; a scope of several loops (with `remat=stage`, `backward` has
+    two) gives the trips of each. Every stage runs every micro-batch once, whatever the schedule.
+    """
+    M, S = pipeline.schedule.num_microbatches, pipeline.schedule.num_stages
+    layers = M * (pipeline.model.config.layers // S)
+    return {"lookup": M, "forward": layers, "head": M, "backward": layers, "lookup_gradient": M}
+
+
 def when(condition: Any, fn: Callable[[Any], Any], carry: Any) -> Any:
     """`fn(carry)` if `condition`, else `carry`, updated in place.
 
@@ -284,14 +295,18 @@ def _scan(
         first_out = now["backward"][0]
 
         # 1 look-up
-        x = when(
-            always_forward or first_in != IDLE,
-            lambda _: vocabulary.lookup(params, at(inputs, first_in), typed(row_keys(first_in))),
-            c["x"],
-        )
+        with jax.named_scope("lookup"):
+            x = when(
+                always_forward or first_in != IDLE,
+                lambda _: vocabulary.lookup(
+                    params, at(inputs, first_in), typed(row_keys(first_in))
+                ),
+                c["x"],
+            )
         x = jnp.where(stage == 0, x, c["x"]) if S > 1 else x
         # 2 forward
-        y, c["ring"] = forward(x, c["ring"], forward_m, now["forward_slot"][stage])
+        with jax.named_scope("forward"):
+            y, c["ring"] = forward(x, c["ring"], forward_m, now["forward_slot"][stage])
 
         # 3 head and loss; its gradient waits in a ring for the last stage's backward
         def head(carry: Any) -> Any:
@@ -309,16 +324,18 @@ def _scan(
             dys = lax.dynamic_update_index_in_dim(dys, dy, now["head_slot"], 0)
             return totals, sums.plus(losses, added, arrival), dys
 
-        c["ends"], c["losses"], c["head_dy"] = when(
-            always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
-        )
+        with jax.named_scope("head"):
+            c["ends"], c["losses"], c["head_dy"] = when(
+                always_forward or last_out != IDLE, head, (c["ends"], c["losses"], c["head_dy"])
+            )
         # 4 backward
         head_dy = lax.dynamic_index_in_dim(c["head_dy"], now["head_slot_read"], 0, keepdims=False)
         dy = jnp.where(stage == S - 1, head_dy, c["dy"]) if S > 1 else head_dy
         arrivals = now["backward_arrival"]
-        c["blocks"], dx = backward(
-            c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage], arrivals[stage]
-        )
+        with jax.named_scope("backward"):
+            c["blocks"], dx = backward(
+                c["blocks"], dy, c["ring"], backward_m, now["backward_slot"][stage], arrivals[stage]
+            )
 
         # 5 look-up gradient
         def lookup_gradient(carry: Any) -> Any:
@@ -329,9 +346,10 @@ def _scan(
             totals = vocabulary.lookup_gradient(params, totals, tokens, keys, dx, arrivals[0])
             return totals, dx
 
-        c["ends"], first_dx = when(
-            always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
-        )
+        with jax.named_scope("lookup_gradient"):
+            c["ends"], first_dx = when(
+                always_backward or first_out != IDLE, lookup_gradient, (c["ends"], dx)
+            )
         # 6 sends
         if S > 1:
             t = now["tick"]

@@ -9,37 +9,54 @@ from __future__ import annotations
 import importlib.resources
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jinja2
 
-from spmd_train.pipeline.schedule import make_schedule
+from spmd_train.pipeline.schedule import Schedule, make_schedule
 from spmd_train.plan import memo_growth, memo_memory, memo_timeline, memo_traffic
-from spmd_train.plan.memo_growth import Grown, Mitigation
 from spmd_train.plan.memory import memory_use
-from spmd_train.plan.search import Candidate, Plan, workload_for
+from spmd_train.plan.reasons import command
+from spmd_train.plan.search import MODEL_ERROR, Candidate, Plan, workload_for
 from spmd_train.plan.timing import step_time
-from spmd_train.plan.workload import Execution, Workload
 from spmd_train.precision import Policy
 
 TIME_ERROR_PERCENT = (1.9, 10.7)
 """Smallest and largest mean absolute error of a published source (docs/planner-time.md)."""
-CLOSE_TO_LIMIT = 0.03  # of the limit: less is left than the memory model may be wrong by
-SMALL_GAIN = 0.02  # of tokens per second: less is not worth a change of configuration
-SHOWN_MITIGATIONS = 6
+FEW_IDLE = 0.05  # share of a schedule that its stages may wait, before more micro-batches are shown
+SHOWN_MITIGATIONS = 8
+PARTS_OF_MEMORY = {
+    "params": "weights that the layers read",
+    "master": "master weights",
+    "moments": "moments of the optimizer",
+    "batch": "token ids",
+    "grads": "sums of gradients",
+    "activations": "activations kept for backward passes",
+    "logits": "workspace of look-up and head",
+    "communication": "weights and gradients on their way (zero=2 and 3)",
+    "temporary": "other workspace at the worst moment",
+}
 
 
-def memo(plan: Plan, candidate: Candidate) -> str:
-    """The decision memo for `candidate`, one of `plan`'s, in Markdown."""
+def memo(plan: Plan, candidate: Candidate, train: str | None = None) -> str:
+    """The decision memo for `candidate`, one of `plan`'s, in Markdown.
+
+    Args:
+        train: the command that trains it; by default with the configuration's own name.
+    """
     e, cluster = candidate.execution, plan.cluster
     workload = workload_for(plan.config, cluster, e.compute)
-    policy = workload.policy
-    weak = memo_growth.growth(workload, e, cluster, keep_batch=False)
-    far = weak[-1]
+    policy, model = workload.policy, workload.transformer
+    same_rows = memo_growth.growth(workload, e, cluster, keep_batch=False)
+    same_batch = memo_growth.growth(workload, e, cluster, keep_batch=True)
+    far = same_rows[-1]
     assert far is not None
     part, lost = memo_growth.bottleneck(far.time)
     found = memo_growth.mitigations(workload, plan.config, far, candidate.limit)
+    first, besides = memo_growth.first_to_try(found, far)
+    shown = found[:SHOWN_MITIGATIONS]
+    shown += [first] if first is not None and first not in shown else []
     return _template().render(
         plan=plan,
         candidate=candidate,
@@ -47,91 +64,92 @@ def memo(plan: Plan, candidate: Candidate) -> str:
         mesh=e.mesh,
         cluster=cluster,
         node=cluster.per_node * cluster.accelerator.devices,
-        workload=workload,
-        parameters=workload.transformer.parameters,
+        parameters=model.parameters,
         memory=candidate.memory.itemised(),
+        parts_of_memory=PARTS_OF_MEMORY,
         time=candidate.time,
         limit=candidate.limit,
-        close=0 <= candidate.limit - candidate.memory.total < CLOSE_TO_LIMIT * candidate.limit,
-        settings=settings(e, policy),
+        kept_free=MODEL_ERROR,
+        train=train or command(plan, candidate, plan.config.name, ()),
         zero_splits=memo_memory.ZERO[e.zero],
-        kept=memo_memory.KEPT[e.remat],
         changes=memo_memory.changes(workload, e),
-        flows=memo_traffic.flows(workload.transformer, e, cluster),
+        flows=memo_traffic.flows(model, e, cluster),
         growths={
-            "the same batch per device (the global batch grows)": weak,
-            "the same global batch (each data shard has fewer rows)": memo_growth.growth(
-                workload, e, cluster, keep_batch=True
-            ),
+            "the same rows on each data shard, so a larger global batch": same_rows,
+            "the same global batch, so fewer rows on each data shard": same_batch,
         },
-        split=split(plan, workload, candidate),
-        formats=formats(policy, workload.optimizer),
-        policy=policy,
         far=far,
+        far_same_batch=same_batch[-1],
+        whole=in_pieces(plan, candidate, 1),
+        split=split(plan, candidate),
+        policy=policy,
+        formats=formats(policy, workload.optimizer),
         bottleneck=memo_growth.PARTS[part],
         lost=lost,
-        mitigations=found[:SHOWN_MITIGATIONS],
-        first=first_to_try(found, far),
+        mitigations=shown,
+        first=first,
+        besides=besides,
         time_error=TIME_ERROR_PERCENT,
     )
 
 
-def settings(e: Execution, policy: Policy) -> list[str]:
-    """The configuration's keys that make the trainer run `e`, besides the mesh."""
-    return [
-        f"batch.global_size={e.global_size}",
-        f"batch.microbatches={e.microbatches}",
-        f"parallel.zero={e.zero}",
-        f"pipeline.schedule={e.schedule}",
-        f"pipeline.remat={e.remat}",
-        f"precision.policy={policy.name.split('+')[0]}",
-    ]
+def in_pieces(plan: Plan, candidate: Candidate, microbatches: int) -> Candidate:
+    """The same with a shard's rows in so many micro-batches, costed; more micro-batches of the same
+    size, so a larger batch, where they do not divide the rows."""
+    e, cluster = candidate.execution, plan.cluster
+    workload = workload_for(plan.config, cluster, e.compute)
+    size, rest = divmod(e.microbatches * e.microbatch_size, microbatches)
+    after = replace(
+        e, microbatches=microbatches, microbatch_size=e.microbatch_size if rest else size
+    )
+    time = step_time(workload.transformer, after, cluster)
+    return Candidate(after, memory_use(workload, after), time, candidate.limit)
 
 
 class Split(NamedTuple):
-    """Micro-batches against none.
+    """Micro-batches through stages against naive layer splitting.
 
     Attributes:
-        naive: the same with one micro-batch, costed. idle, naive_idle: shares of a step that a
-            stage waits, by the schedule's table; timeline, naive_timeline: both drawn.
-        more: (micro-batches, idle share) of a schedule that would wait at most 5 %, if this waits
-            longer.
-        pipelined: the fastest candidate of the plan with more than one stage, for stage=1.
+        chosen: with its micro-batches. naive: the same rows as one.
+        more: with so many that the stages wait little; None where `chosen` has them.
+        idle, naive_idle, more_idle: shares of the schedule's table that a stage waits.
+        timeline, naive_timeline: the tables drawn.
     """
 
+    chosen: Candidate
     naive: Candidate
+    more: Candidate | None
     idle: float
     naive_idle: float
+    more_idle: float
     timeline: str
     naive_timeline: str
-    more: tuple[int, float] | None
-    pipelined: Candidate | None
 
 
-def split(plan: Plan, workload: Workload, candidate: Candidate) -> Split:
-    """What micro-batches do for `candidate`."""
-    e = candidate.execution
-    S, M = e.mesh.stage, e.microbatches
-    alone = replace(e, microbatches=1, microbatch_size=M * e.microbatch_size)
-    naive = Candidate(
-        alone,
-        memory_use(workload, alone),
-        step_time(workload.transformer, alone, plan.cluster),
-        candidate.limit,
-    )
-    chosen, one = (make_schedule(e.schedule, S, m) for m in (M, 1))
-    more = None
-    if chosen.bubble_fraction() > 0.05:
-        enough = 19 * (S - 1)  # (S-1)/(M+S-1) = 1/20
-        more = enough, make_schedule(e.schedule, S, enough).bubble_fraction()
+def split(plan: Plan, candidate: Candidate) -> Split | None:
+    """What micro-batches do for the candidate, or, if it has one stage, for the fastest of the plan
+    that has more; None without one."""
+    staged = (c for c in (candidate, *plan.candidates) if c.execution.mesh.stage > 1)
+    subject = next(staged, None)
+    if subject is None:
+        return None
+    e = subject.execution
+
+    def table(microbatches: int) -> Schedule:
+        return make_schedule(e.schedule, e.mesh.stage, microbatches)
+
+    chosen, naive, enough = table(e.microbatches), table(1), e.microbatches
+    while table(enough).bubble_fraction() > FEW_IDLE:
+        enough *= 2
     return Split(
-        naive=naive,
+        chosen=subject,
+        naive=in_pieces(plan, subject, 1),
+        more=in_pieces(plan, subject, enough) if enough > e.microbatches else None,
         idle=chosen.bubble_fraction(),
-        naive_idle=one.bubble_fraction(),
+        naive_idle=naive.bubble_fraction(),
+        more_idle=table(enough).bubble_fraction(),
         timeline=memo_timeline.draw(chosen),
-        naive_timeline=memo_timeline.draw(one),
-        more=more,
-        pipelined=next((c for c in plan.candidates if c.execution.mesh.stage > 1), None),
+        naive_timeline=memo_timeline.draw(naive),
     )
 
 
@@ -146,7 +164,7 @@ class Format(NamedTuple):
 def formats(policy: Policy, optimizer: str) -> list[Format]:
     """What runs in which precision, by the policy."""
 
-    def row(quantity: str, dtype: object, wide: str, narrow: str) -> Format:
+    def row(quantity: str, dtype: Any, wide: str, narrow: str) -> Format:
         kind = jnp.dtype(dtype)
         return Format(quantity, kind.name, wide if jnp.finfo(kind).bits >= 32 else narrow)
 
@@ -184,13 +202,6 @@ def formats(policy: Policy, optimizer: str) -> list[Format]:
     return rows
 
 
-def first_to_try(found: list[Mitigation], at: Grown) -> Mitigation | None:
-    """The best change that leaves the global batch alone, if it gains; else the best of all."""
-    gaining = [m for m in found if m.gain > SMALL_GAIN]
-    kept = [m for m in gaining if m.same_batch(at.execution)]
-    return next(iter(kept or gaining), None)
-
-
 @cache
 def _template() -> jinja2.Template:
     source = importlib.resources.files("spmd_train.plan") / "memo.md.j2"
@@ -204,9 +215,13 @@ def _template() -> jinja2.Template:
     return environment.from_string(source.read_text(encoding="utf-8"))
 
 
-def gigabytes(size_bytes: float, digits: int = 2) -> str:
-    """`24.15 GB`."""
-    return f"{size_bytes / 1e9:,.{digits}f} GB"
+def gigabytes(size_bytes: float) -> str:
+    """Decimal: `24.15 GB`, `3.3 MB`, `32.8 kB`, `0`."""
+    if size_bytes == 0:
+        return "0"
+    if abs(size_bytes) >= 1e7:
+        return f"{size_bytes / 1e9:,.2f} GB"
+    return f"{size_bytes / 1e6:.3g} MB" if abs(size_bytes) >= 1e6 else f"{size_bytes / 1e3:.3g} kB"
 
 
 def seconds(value: float) -> str:
@@ -223,4 +238,4 @@ def percent(share: float) -> str:
 
 def gain(share: float) -> str:
     """`+3.1 %`."""
-    return f"{100 * share:+.1f} %"
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: no minus zero

@@ -14,6 +14,8 @@ from spmd_train.plan.timing import StepTime, step_time
 from spmd_train.plan.workload import Execution, Workload
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 
+SMALL = 0.02  # a gain, or a relief, that is not worth a change of configuration
+
 PARTS = {
     "bubble": "stages that wait for one another",
     "data_comm_exposed": "gradients and weights over data",
@@ -98,6 +100,7 @@ class Mitigation:
 
     Attributes:
         gain: tokens per second, relative to without it, minus 1.
+        relief: share of the bottleneck's seconds per token that it takes away.
     """
 
     what: str
@@ -105,6 +108,7 @@ class Mitigation:
     memory: MemoryUse
     time: StepTime
     gain: float
+    relief: float
 
     def same_batch(self, other: Execution) -> bool:
         return self.execution.global_size == other.global_size
@@ -112,8 +116,9 @@ class Mitigation:
 
 def mitigations(workload: Workload, config: Config, at: Grown, limit: int) -> list[Mitigation]:
     """Every single change that fits the memory and that the trainer runs, best first."""
-    e, found = at.execution, []
-    for what, after in _alternatives(e):
+    part, before = bottleneck(at.time)
+    found = []
+    for what, after in _alternatives(at.execution):
         after = replace(after, sequence_parallel=sequence_parallel_on(config, after.mesh))
         if not _legal(config, after, at.cluster):
             continue
@@ -122,8 +127,24 @@ def mitigations(workload: Workload, config: Config, at: Grown, limit: int) -> li
             continue
         time = step_time(workload.transformer, after, at.cluster)
         gain = time.tokens_per_second / at.time.tokens_per_second - 1
-        found.append(Mitigation(what, after, memory, time, gain))
+        each = time.itemised()[part] / time.tokens
+        relief = 1 - each * at.time.tokens / before if before else 0.0
+        found.append(Mitigation(what, after, memory, time, gain, relief))
     return sorted(found, key=lambda m: -m.gain)
+
+
+def first_to_try(found: list[Mitigation], at: Grown) -> tuple[Mitigation | None, Mitigation | None]:
+    """(against the bottleneck, against anything else), of the changes that gain.
+
+    Against the bottleneck one that leaves the global batch alone comes before one that does not.
+    The other leaves it alone too; None where it is the same.
+    """
+    gaining = [m for m in found if m.gain > SMALL]
+    relieving = [m for m in gaining if m.relief > SMALL]
+    kept = [m for m in relieving if m.same_batch(at.execution)]
+    first = next(iter(kept or relieving), None)
+    best = next((m for m in gaining if m.same_batch(at.execution)), None)
+    return first, best if best is not first else None
 
 
 def _alternatives(e: Execution) -> Iterator[tuple[str, Execution]]:

@@ -1,4 +1,4 @@
-"""From plain data parallelism to the chosen configuration, one change at a time: what each saves."""
+"""From plain data parallelism to the chosen configuration, a change at a time: what each saves."""
 
 from __future__ import annotations
 

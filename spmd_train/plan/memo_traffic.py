@@ -1,4 +1,4 @@
-"""What crosses which mesh axis, when, over which link: the parts that `timing.step_time` sums up."""
+"""What crosses which mesh axis, when, over which link: the parts of `timing.step_time`."""
 
 from __future__ import annotations
 
@@ -80,11 +80,8 @@ def flows(t: Transformer, e: Execution, cluster: Cluster) -> list[Flow]:
             reduced.gradients_sent, reduced.gradients)  # fmt: skip
         if e.zero:
             passes = "three passes" if e.remat == "stage" else "forward and backward"
-            when = (
-                f"each layer, {passes}, {times} a step"
-                if e.zero == 3
-                else "once a step, after the update"
-            )
+            when = f"each layer, {passes}, {times} a step"
+            when = when if e.zero == 3 else "once a step, after the update"
             add("data", data, "weights, all-gathered", when, compute,
                 reduced.weights_sent, reduced.weights, reduced.hidden)  # fmt: skip
     return found

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -26,6 +26,10 @@ from spmd_train.pipeline.schedule import Schedule, make_schedule
 from spmd_train.pipeline.vocabulary import LOGITS_BYTES
 from spmd_train.plan.placed import Placed, placed
 from spmd_train.plan.workload import Execution, Workload
+
+if TYPE_CHECKING:
+    from spmd_train.config import Config
+    from spmd_train.mesh import MeshShape
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,21 @@ class MemoryUse:
         parts = asdict(self)
         del parts["phase"]
         return {**parts, "total": self.total}
+
+
+def predicted(config: Config, mesh: MeshShape, platform: str) -> int | None:
+    """Bytes per device that a run takes; None where there is no model of it (a CPU's compiler, a
+    block of one's own, reproducible sums, masked idle ticks)."""
+    modelled = (
+        platform in _COMPILERS
+        and config.model.block == "decoder"
+        and not config.precision.reproducible
+        and config.pipeline.idle == "skip"
+    )
+    if not modelled:
+        return None
+    workload = Workload.of(config, platform)
+    return memory_use(workload, Execution.of(config, mesh, workload.policy)).total
 
 
 def memory_use(workload: Workload, execution: Execution) -> MemoryUse:

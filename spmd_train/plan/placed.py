@@ -86,11 +86,14 @@ def placed(model: ModelConfig, mesh: MeshShape, logical_shards: int = 0) -> Plac
         )  # type: ignore[return-value]
 
     one, none = (lambda leaf: 1.0), (lambda leaf: 0.0)
+    # Adafactor's factors have no parameter's shape, and are replicated (optim.optimizer_shardings).
+    factors = sum(_factors(leaf) for _, leaf in leaves)
+    unfactored = both(lambda leaf: float(not _factors(leaf)))
     moments = {
         "adamw": (both(one), both(one)),
         "lion": (both(one), both(none)),
         "muon": (both(one), both(lambda leaf: float(matrix_dims(leaf) is None))),
-        "adafactor": (both(none), both(_factored)),
+        "adafactor": (both(none), (unfactored[0] + factors, unfactored[1] + factors)),
     }
     blocks = [(_elements(x, x.spec, layout), x) for group, x in leaves if group == "blocks"]
     largest = max(count for count, _ in blocks)
@@ -114,10 +117,11 @@ def _elements(leaf: Leaf, spec: Any, layout: Layout) -> int:
     return math.prod(leaf.shape) // shards
 
 
-def _factored(leaf: Leaf) -> float:
-    """Second moments of Adafactor per element: rows and columns of the two largest dimensions of
-    one layer, where both have 128 or more (optax's `scale_by_factored_rms`); else one each."""
-    sizes = sorted(leaf.logical_shape[1:])
-    if "layers" not in leaf.axes or len(sizes) < 2 or sizes[-2] < 128:
-        return 1.0
-    return 1 / sizes[-1] + 1 / sizes[-2]
+def _factors(leaf: Leaf) -> int:
+    """Elements of Adafactor's row and column factors, over the two largest dimensions of one layer
+    where both have 128 or more (optax's `scale_by_factored_rms`); 0 where it keeps a whole one."""
+    layers, *sizes = leaf.logical_shape
+    largest = sorted(sizes)[-2:]
+    if "layers" not in leaf.axes or len(largest) < 2 or largest[0] < 128:
+        return 0
+    return layers * sum(largest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmd_train.config import Config
 from spmd_train.errors import RequestError, listed
@@ -23,6 +24,9 @@ from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 USABLE = {"gpu": 0.94, "tpu": 1.0}
 """Share of an accelerator's memory that a step may take: on a GPU the CUDA context and NCCL's
 buffers need some, and XLA takes only 75 % unless told (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+MODEL_ERROR = 0.03
+"""Share kept free since the memory model may be so far below the compiler."""
 
 COMPUTE_OF_POLICY: dict[str, Compute] = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8",
@@ -41,6 +45,12 @@ class Fixed:
     schedule: ScheduleName | None = None
     remat: Remat | None = None
     compute: Compute | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether one candidate is left."""
+        choices = (self.mesh, self.zero, self.schedule, self.remat, self.compute)
+        return None not in choices and (self.microbatches or self.microbatch_size) is not None
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A mesh on which nothing works, and the reason with its numbers."""
+    """What does not work on a mesh, and the reason with its numbers.
+
+    Attributes:
+        zero: the level that does not fit; None where no way works.
+    """
 
     mesh: MeshShape
     reason: str
+    zero: int | None = None
+
+
+class Leanest(NamedTuple):
+    """What needs the least memory, and how much."""
+
+    memory: MemoryUse
+    execution: Execution
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,8 @@ class Plan:
         pareto: those of all that fit which no other beats in both memory and time, fastest first.
         rejected: the other meshes.
         evaluated: how many candidates were costed.
+        least: what needs the least memory of all; None where no mesh is legal.
+        fitting: every candidate that fits, in no order.
     """
 
     config: Config
@@ -93,12 +117,20 @@ class Plan:
     pareto: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     evaluated: int
+    least: Leanest | None
+    fitting: tuple[Candidate, ...]
+
+    @property
+    def limit(self) -> int:
+        """Bytes a step may take on a device."""
+        return usable_bytes(self.cluster)
 
 
 def usable_bytes(cluster: Cluster) -> int:
     """Bytes a step may take on one JAX device."""
     accelerator = cluster.accelerator
-    return int(USABLE[accelerator.kind] * accelerator.memory_bytes / accelerator.devices)
+    share = USABLE[accelerator.kind] * (1 - MODEL_ERROR)
+    return int(share * accelerator.memory_bytes / accelerator.devices)
 
 
 def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
@@ -109,47 +141,39 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
             is impossible.
     """
     _check_modelled(config)
-    workloads = {
-        compute: workload_for(config, cluster, compute)
-        for compute in _computes(config, cluster, fixed)
-    }
+    computes = _computes(config, cluster, fixed)
+    workloads = {compute: workload_for(config, cluster, compute) for compute in computes}
     limit = usable_bytes(cluster)
-    everything_fixed = None not in (
-        fixed.mesh, fixed.zero, fixed.schedule, fixed.remat, fixed.compute,
-        fixed.microbatches or fixed.microbatch_size,
-    )  # fmt: skip
     best: list[Candidate] = []
     fitting: list[Candidate] = []
     rejected: list[Rejected] = []
+    least: Leanest | None = None
     evaluated = 0
     for mesh in _meshes(cluster, fixed):
         reason = _illegal(config, mesh, fixed) or _misplaced(cluster, mesh, fixed)
-        if reason:
+        if reason is not None:
             if fixed.mesh is not None:
                 raise RequestError(reason)
             rejected.append(Rejected(mesh, reason))
             continue
+        leanest: dict[int, Leanest] = {}
         here: list[Candidate] = []
-        leanest: tuple[MemoryUse, Execution] | None = None
-        for e in _executions(config, mesh, fixed, tuple(workloads)):
+        for e in _executions(config, mesh, fixed, computes):
             evaluated += 1
             workload = workloads[e.compute]
             memory = memory_use(workload, e)
-            if leanest is None or memory.total < leanest[0].total:
-                leanest = memory, e
-            if memory.total <= limit or everything_fixed:
-                here.append(
-                    Candidate(e, memory, step_time(workload.transformer, e, cluster), limit)
-                )
+            lean = leanest.get(e.zero)
+            if e.compute == computes[0] and (lean is None or memory.total < lean.memory.total):
+                leanest[e.zero] = Leanest(memory, e)
+            if memory.total <= limit or fixed.everything:
+                time = step_time(workload.transformer, e, cluster)
+                here.append(Candidate(e, memory, time, limit))
+        fits = [c for c in here if c.fits]
+        fitting.extend(fits)
         if here:
-            best.append(min(here, key=_rank))
-            fitting.extend(c for c in here if c.fits)
-        elif leanest is not None:
-            rejected.append(Rejected(mesh, too_large(leanest[0], leanest[1], limit)))
-        else:
-            rejected.append(
-                Rejected(mesh, f"no micro-batch of the size asked for on data={mesh.data}.")
-            )
+            best.append(min(fits or here, key=_rank))
+        rejected.extend(_rejections(mesh, leanest, limit, fixed, fits=bool(fits)))
+        least = min([*leanest.values(), *([least] if least else [])], key=_total, default=None)
     return Plan(
         config=config,
         workload=next(iter(workloads.values())),
@@ -158,7 +182,29 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         pareto=tuple(_pareto(fitting)),
         rejected=tuple(rejected),
         evaluated=evaluated,
+        least=least,
+        fitting=tuple(fitting),
     )
+
+
+def _total(least: Leanest) -> int:
+    return least.memory.total
+
+
+def _rejections(
+    mesh: MeshShape, leanest: dict[int, Leanest], limit: int, fixed: Fixed, *, fits: bool
+) -> Iterator[Rejected]:
+    """A mesh on which nothing fits; of one that was asked for, and of plain data parallelism, every
+    ZeRO level on which nothing does."""
+    if not leanest:
+        yield Rejected(mesh, f"no such micro-batch divides the rows of data={mesh.data}.")
+        return
+    if not fits:
+        yield Rejected(mesh, too_large(min(leanest.values(), key=_total), limit))
+    plain = mesh.model * mesh.stage == 1 and mesh.data > 1
+    for zero, each in sorted(leanest.items()):
+        if each.memory.total > limit and (fixed.mesh is not None or (plain and zero == 0)):
+            yield Rejected(mesh, level_too_large(each, limit), zero)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
@@ -221,6 +267,10 @@ def _meshes(cluster: Cluster, fixed: Fixed) -> list[MeshShape]:
 
 def _illegal(config: Config, mesh: MeshShape, fixed: Fixed) -> str | None:
     """Why the trainer refuses this mesh; None if it takes it."""
+    if config.batch.global_size % mesh.data:
+        return (
+            f"data={mesh.data} does not divide the {config.batch.global_size} sequences of a step."
+        )
     microbatches = fixed.microbatches or 1
     batch = config.batch.model_copy(update={"microbatches": microbatches})
     try:
@@ -269,12 +319,27 @@ def _executions(
         )  # fmt: skip
 
 
-def too_large(memory: MemoryUse, execution: Execution, limit: int) -> str:
+def too_large(least: Leanest, limit: int) -> str:
     """That not even this fits, with its largest parts."""
-    e = execution
+    e, memory = least.execution, least.memory
     return (
-        f"{e.mesh}: needs {memory.total / 1e9:,.0f} GB per device even with zero={e.zero}, "
-        f"remat={e.remat} and micro-batches of {e.microbatch_size}, of which "
-        f"{memory.states / 1e9:,.0f} GB are states and {memory.grads / 1e9:,.0f} GB gradients; "
-        f"{limit / 1e9:,.0f} GB there."
+        f"needs {gigabytes(memory.total)} per device even with zero={e.zero}, remat={e.remat} and "
+        f"micro-batches of {e.microbatch_size}, of which {gigabytes(memory.states)} are states and "
+        f"{gigabytes(memory.grads)} gradients; {gigabytes(limit)} there."
     )
+
+
+def level_too_large(least: Leanest, limit: int) -> str:
+    """That a ZeRO level does not fit."""
+    e, memory = least.execution, least.memory
+    return (
+        f"zero={e.zero} needs {gigabytes(memory.states)} of states and "
+        f"{gigabytes(memory.total)} in all per device at the least (remat={e.remat}, micro-batches "
+        f"of {e.microbatch_size}); {gigabytes(limit)} there."
+    )
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for people, decimal: `22.6 GB`, `520 GB`."""
+    size = count / 1e9
+    return f"{size:,.0f} GB" if size >= 100 else f"{size:.1f} GB"

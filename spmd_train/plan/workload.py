@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from spmd_train.mesh import MeshShape
 from spmd_train.optim import first_moment_decay
 from spmd_train.precision import Policy, resolve_policy
+from spmd_train.shape_rules import sequence_parallel_on
 
 if TYPE_CHECKING:
     from spmd_train.config import Config
@@ -167,6 +168,22 @@ class Execution:
     fused_attention: bool = True
     eager: bool = False
     order: tuple[str, ...] = ("model", "context", "stage", "data")
+
+    @classmethod
+    def of(cls, config: Config, mesh: MeshShape, policy: Policy) -> Execution:
+        """How the trainer runs `config` on `mesh`."""
+        batch, (schedule, remat) = config.batch, config.pipeline.resolved
+        return cls(
+            mesh=mesh,
+            microbatches=batch.microbatches,
+            microbatch_size=batch.global_size // (mesh.data * batch.microbatches),
+            sequence_length=batch.sequence_length,
+            zero=config.parallel.zero,
+            schedule=cast(ScheduleName, schedule),
+            remat=cast(Remat, remat),
+            compute="float8" if policy.fp8 else policy.described()["compute"],
+            sequence_parallel=sequence_parallel_on(config, mesh),
+        )
 
     @property
     def devices(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from spmd_train.plan.hardware import of_device
+
 
 class ModelShape(Protocol):
     """The sizes of a model configuration that its floating-point work depends on."""
@@ -41,42 +43,22 @@ def model_flops_per_token(model_config: ModelShape, sequence_length: int, parame
     return float(6 * (parameters - looked_up) + attention)
 
 
-_PEAKS: tuple[tuple[str, float | None], ...] = (
-    ("A100", 312e12),
+_OTHERS: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756e12),  # torchtitan tools/utils.py, as the NVL
     ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200 NVL", None),
-    ("H200", 989e12),
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
     ("B300", 2250e12),
-    ("RTX 4090 D", None),
-    ("RTX 4090 Laptop", None),
-    ("RTX 4090", 165.2e12),
-    ("A10G", 70e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("TPU v4 lite", None),
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5p", 459e12),
-    ("TPU v5", 459e12),
-    ("TPU v6 lite", 918e12),
-    ("TPU v6e", 918e12),
-    ("TPU7x", 2307e12 / 2),  # a chip is two JAX devices
 )
-"""Part of JAX's `device_kind` -> dense bf16 FLOP/s of one JAX device; the first match counts.
-
-None marks a relative of other speed. Sources: torchtitan's `get_peak_flops`, ml-engineering's
-accelerator tables, Google Cloud's TPU pages and the scaling book.
-"""
+"""Part of JAX's `device_kind` -> dense bf16 FLOP/s, of kinds that the planner has no entry for."""
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one JAX device of this kind; None where unknown (CPUs among them)."""
-    for name, peak in _PEAKS:
+    """Dense bf16 FLOP/s of one JAX device of this kind (plan/hardware.yaml); None where unknown
+    (CPUs among them)."""
+    found = of_device(device_kind)
+    if found is not None:
+        _, accelerator = found
+        return accelerator.peak_tflops["bfloat16"] * 1e12 / accelerator.devices
+    for name, peak in _OTHERS:
         if re.search(rf"\b{re.escape(name)}\b", device_kind, re.IGNORECASE):
             return peak
     return None
