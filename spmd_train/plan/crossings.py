@@ -43,12 +43,13 @@ def groups(
 
 
 class Crossing(NamedTuple):
-    """Model-axis seconds of one layer and micro-batch, of the ends, and bytes sent by a layer."""
+    """Model-axis seconds of one layer and micro-batch, of the ends, and bytes sent by each."""
 
     forward: float
     backward: float
     ends: float
     sent: float
+    ends_sent: float
 
 
 @cache
@@ -59,15 +60,16 @@ def model_crossing(
     reduce-scatter and an all-gather under sequence parallelism; once more where recomputed.
     While the device waits for the host, they cost nothing."""
     if who.size == 1:
-        return Crossing(0.0, 0.0, 0.0, 0.0)
+        return Crossing(0.0, 0.0, 0.0, 0.0, 0.0)
     whole = on.tokens * width * DTYPE_BYTES[on.compute if on.compute != "float8" else "bfloat16"]
     one = 2 * half(links, who, whole) if on.sequence_parallel else all_reduce(links, who, whole)
     counts = _model_sums(on)
     again = {"full": counts.again, "stage": 2 + counts.again}.get(remat, 0.0)
-    sent = (2 + counts.backward + again) * 2 * (who.size - 1) / who.size * whole
+    once = 2 * (who.size - 1) / who.size * whole
+    sent = (2 + counts.backward + again) * once
     forward = max(0.0, 2 * one - waits[0])
     backward = max(0.0, counts.backward * one - waits[1]) + max(0.0, again * one - waits[0])
-    return Crossing(forward, backward, counts.ends * one, sent)
+    return Crossing(forward, backward, counts.ends * one, sent, counts.ends * once)
 
 
 class _Sums(NamedTuple):
@@ -104,13 +106,23 @@ def context_crossing(
     return moving - hidden, hidden
 
 
+class Exchanged(NamedTuple):
+    """Stage-axis seconds of a step, all exposed, and bytes sent: from stage to stage, and in the
+    sums over all stages for both ends."""
+
+    hops: float
+    sums: float
+    hops_sent: float
+    sums_sent: float
+
+
 def stage_crossing(
     links: Links, who: Group, model: Group, t: Transformer, e: Execution, on: Part, exchanges: int
-) -> tuple[float, float]:
-    """Exposed seconds and bytes sent between stages in a step of so many `exchanges`, the times
-    that a stage sends, or receives, in each direction."""
+) -> Exchanged:
+    """What goes between stages in a step of so many `exchanges`, the times that a stage sends, or
+    receives, in each direction."""
     if who.size == 1:
-        return 0.0, 0.0
+        return Exchanged(0.0, 0.0, 0.0, 0.0)
     M, S = e.microbatches, who.size
     elements = on.tokens * t.width
     size = 4 if e.compute == "float32" else 2
@@ -121,27 +133,33 @@ def stage_crossing(
         hop = send(links, who, part)
         if not on.sequence_parallel:
             hop += half(links, model, elements * size)
-        return 2 * exchanges * hop, 2 * M * e.virtual_stages * part
+        return Exchanged(2 * exchanges * hop, 0.0, 2 * M * e.virtual_stages * part, 0.0)
     shard = elements / model.size if on.sequence_parallel else elements
-    sends = 2 * exchanges * send(links, who, shard * size)
+    hops, hops_sent = 2 * exchanges * send(links, who, shard * size), 2 * exchanges * shard * size
     if e.vocabulary != "spread":
-        return sends, 2 * exchanges * shard * size
+        return Exchanged(hops, 0.0, hops_sent, 0.0)
     # The look-up, the last stage's output, the head's input gradient and the first block's, for
     # each micro-batch (pipeline/execute.py). XLA sums over model first, so parts cross here; they
     # do in FP32, but on TPUs in the compute dtype (both seen in steps compiled for 32 devices).
     width = 4 if links.topology is None else size
     sums = M * 4 * all_reduce(links, who, width * shard)
-    sent = 2 * exchanges * shard * size + M * 4 * 2 * (S - 1) / S * width * shard
-    return sends + sums, sent
+    return Exchanged(hops, sums, hops_sent, M * 4 * 2 * (S - 1) / S * width * shard)
 
 
 class Reduced(NamedTuple):
-    """Data-axis seconds of a step, bytes sent, and parameters of the fullest device."""
+    """Data-axis seconds of a step, hidden ones among them, bytes sent, and parameters of the
+    fullest device."""
 
-    exposed: float
+    gradients: float
+    weights: float
     hidden: float
-    sent: float
+    gradients_sent: float
+    weights_sent: float
     parameters: float
+
+    @property
+    def exposed(self) -> float:
+        return self.gradients + self.weights - self.hidden
 
 
 def data_crossing(
@@ -160,32 +178,31 @@ def data_crossing(
     one = t.layer_parameters / m
     parameters = layers * one + ends
     if who.size == 1:
-        return Reduced(0.0, 0.0, 0.0, parameters)
+        return Reduced(0.0, 0.0, 0.0, 0.0, 0.0, parameters)
     grads, weights = e.reduce_bytes, 4 if e.compute == "float32" else 2
-    factor = (who.size - 1) / who.size
+    once = (who.size - 1) / who.size * parameters  # elements of one pass over the fullest device
+    forward, again, weights_sent = 0.0, 0.0, 0.0  # weights before the forward, and the backward
     if e.zero == 0:
-        backward = all_reduce(links, who, grads * parameters)
-        forward, sent = 0.0, 2 * factor * grads * parameters
+        summed = all_reduce(links, who, grads * parameters)
+        grads_sent = 2 * grads * once
     elif e.zero == 1:
-        backward = half(links, who, grads * parameters)
-        forward = half(links, who, weights * parameters)
-        sent = factor * (grads + weights) * parameters
+        summed = half(links, who, grads * parameters)
+        grads_sent = grads * once
     else:
-        gather, scatter = half(links, who, weights * one), half(links, who, grads * one)
-        backward = M * layers * scatter + half(links, who, grads * ends) * M
-        sent = factor * M * grads * parameters
-        if e.zero == 2:
-            forward = half(links, who, weights * parameters)
-            sent += factor * weights * parameters
-        else:
-            passes = 2 if e.remat == "stage" else 1
-            forward = M * (passes * layers * gather + half(links, who, weights * ends))
-            backward += M * layers * gather
-            sent += factor * M * (passes + 1) * weights * parameters
-    if not e.overlap_data:
-        return Reduced(forward + backward, 0.0, sent, parameters)
-    turns = M if e.zero >= 2 else 1
-    hidden_forward = min(forward, turns * layers * layer.forward)
-    hidden_backward = min(backward, turns * layers * (layer.backward + recompute))
-    hidden = (hidden_forward + hidden_backward) * (1 - 1 / t.layers)  # the first has nothing ahead
-    return Reduced(forward + backward - hidden, hidden, sent, parameters)
+        scatter = half(links, who, grads * one)
+        summed = M * layers * scatter + half(links, who, grads * ends) * M
+        grads_sent = M * grads * once
+    if e.zero in (1, 2):
+        forward, weights_sent = half(links, who, weights * parameters), weights * once
+    elif e.zero == 3:
+        passes, gather = 2 if e.remat == "stage" else 1, half(links, who, weights * one)
+        forward = M * (passes * layers * gather + half(links, who, weights * ends))
+        again = M * layers * gather
+        weights_sent = M * (passes + 1) * weights * once
+    hidden = 0.0
+    if e.overlap_data:
+        turns = M if e.zero >= 2 else 1
+        hidden = min(forward, turns * layers * layer.forward)
+        hidden += min(summed + again, turns * layers * (layer.backward + recompute))
+        hidden *= 1 - 1 / t.layers  # the first has nothing ahead
+    return Reduced(summed, forward + again, hidden, grads_sent, weights_sent, parameters)

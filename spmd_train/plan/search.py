@@ -144,7 +144,7 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
     if reason is not None:
         raise RequestError(reason)
     computes = _computes(config, cluster, fixed)
-    workloads = {compute: _workload(config, cluster, compute) for compute in computes}
+    workloads = {compute: workload_for(config, cluster, compute) for compute in computes}
     limit = usable_bytes(cluster)
     best: list[Candidate] = []
     fitting: list[Candidate] = []
@@ -235,7 +235,8 @@ def _computes(config: Config, cluster: Cluster, fixed: Fixed) -> tuple[Compute, 
     return (asked,)
 
 
-def _workload(config: Config, cluster: Cluster, compute: Compute) -> Workload:
+def workload_for(config: Config, cluster: Cluster, compute: Compute) -> Workload:
+    """What `config` asks for on `cluster`, computed in `compute`."""
     precision = config.precision.model_copy(update={"policy": POLICY_OF_COMPUTE[compute]})
     return Workload.of(config.model_copy(update={"precision": precision}), cluster.accelerator.kind)
 

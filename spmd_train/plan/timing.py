@@ -156,13 +156,14 @@ def step_time(transformer: Transformer, execution: Execution, cluster: Cluster) 
     communicated = M * (
         layers * (crossing.forward + crossing.backward) + _ends_share(crossing.ends, S, spread)
     )
-    exchanged, stage_bytes = stage_crossing(links, stage, model, t, e, on, pace.exchanges)
+    exchanged = stage_crossing(links, stage, model, t, e, on, pace.exchanges)
     reduced = data_crossing(links, data, t, e, layer, recompute, layers)
     held = reduced.parameters / (data.size if e.zero else 1)
     update = EAGER_OPTIMIZER_BYTES if e.eager else OPTIMIZER_BYTES
     optimizer = streaming(rates, update * held)
     ring = M * layers * 3 * ring_exposed
-    total = busy + exchanged + reduced.exposed + optimizer
+    between_stages = exchanged.hops + exchanged.sums
+    total = busy + between_stages + reduced.exposed + optimizer
     flops = model_flops_per_token(t, e.sequence_length, t.parameters) * e.tokens
     a = cluster.accelerator
     peak = a.peak_tflops["bfloat16"] * 1e12 / a.devices * e.devices
@@ -172,21 +173,21 @@ def step_time(transformer: Transformer, execution: Execution, cluster: Cluster) 
         bubble=busy - ideal,
         data_comm_exposed=reduced.exposed,
         model_comm_exposed=communicated + ring,
-        stage_comm_exposed=exchanged,
+        stage_comm_exposed=between_stages,
         optimizer=optimizer,
         data_comm_hidden=reduced.hidden,
         context_comm_hidden=M * layers * 3 * ring_hidden,
-        data_bytes=reduced.sent,
-        model_bytes=M * layers * crossing.sent,
-        stage_bytes=stage_bytes,
+        data_bytes=reduced.gradients_sent + reduced.weights_sent,
+        model_bytes=M * (layers * crossing.sent + _ends_share(crossing.ends_sent, S, spread)),
+        stage_bytes=exchanged.hops_sent + exchanged.sums_sent,
         tokens=e.tokens,
         mfu=flops / total / peak,
     )
 
 
-def _ends_share(seconds: float, S: int, spread: bool) -> float:
-    """Of what happens at the ends, the average stage's part."""
-    return seconds if spread else seconds / S
+def _ends_share(amount: float, S: int, spread: bool) -> float:
+    """Of the seconds or bytes at the ends, the average stage's part."""
+    return amount if spread else amount / S
 
 
 class Pace(NamedTuple):
