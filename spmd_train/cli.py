@@ -289,8 +289,22 @@ def _planned(request: Plan) -> tuple[Any, Any]:
             raise RequestError(f"--{flag} is {value}; it must be at least 1.")
     if not request.cluster:
         raise RequestError("plan needs --cluster: a cluster file, or the name of a bundled one.")
+    if request.verify < 0:
+        raise RequestError(f"--verify is {request.verify}; it must be at least 0.")
+    of_one = {
+        "--memo": request.memo,
+        "--html": request.html,
+        "--verify": request.verify,
+        "--pictures": request.pictures,
+        "--mesh": request.mesh,
+    }
+    given = [flag for flag, value in of_one.items() if value]
+    if len(request.cluster) > 1 and given:
+        raise RequestError(
+            f"{listed(given)}: for one cluster, and {len(request.cluster)} are given; plan each "
+            "of them by itself."
+        )
     if request.global_batch is not None:
-        # A batch that is cut into the configuration's micro-batches is not asked for.
         sets += [f"batch.global_size={request.global_batch}"]
     fixed = Fixed(
         mesh=MeshShape.parse(request.mesh) if request.mesh else None,
