@@ -145,37 +145,23 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         raise RequestError(reason)
     computes = _computes(config, cluster, fixed)
     workloads = {compute: workload_for(config, cluster, compute) for compute in computes}
-    limit = usable_bytes(cluster)
     best: list[Candidate] = []
-    fitting: list[Candidate] = []
     rejected: list[Rejected] = []
-    least: Leanest | None = None
-    evaluated = 0
+    costed: list[_Costed] = []
     for mesh in _meshes(cluster, fixed):
         reason = _illegal(config, mesh, fixed) or _misplaced(cluster, mesh, fixed)
+        if reason is not None and fixed.mesh is not None:
+            raise RequestError(reason)
         if reason is not None:
-            if fixed.mesh is not None:
-                raise RequestError(reason)
             rejected.append(Rejected(mesh, reason))
             continue
-        leanest: dict[int, Leanest] = {}
-        here: list[Candidate] = []
-        for e in _executions(config, mesh, fixed, computes):
-            evaluated += 1
-            workload = workloads[e.compute]
-            memory = memory_use(workload, e)
-            lean = leanest.get(e.zero)
-            if e.compute == computes[0] and (lean is None or memory.total < lean.memory.total):
-                leanest[e.zero] = Leanest(memory, e)
-            if memory.total <= limit or fixed.everything:
-                time = step_time(workload.transformer, e, cluster)
-                here.append(Candidate(e, memory, time, limit))
-        fits = [c for c in here if c.fits]
-        fitting.extend(fits)
-        if here:
-            best.append(min(fits or here, key=_rank))
-        rejected.extend(_rejections(mesh, leanest, limit, fixed, fits=bool(fits)))
-        least = min([*leanest.values(), *([least] if least else [])], key=_total, default=None)
+        here = _cost(_executions(config, mesh, fixed, computes), workloads, cluster, fixed)
+        costed.append(here)
+        if here.candidates:
+            best.append(min(here.fitting or here.candidates, key=_rank))
+        rejected.extend(_rejections(mesh, here, usable_bytes(cluster), fixed))
+    fitting = [candidate for here in costed for candidate in here.fitting]
+    leanest = [lean for here in costed for lean in here.leanest.values()]
     return Plan(
         config=config,
         workload=next(iter(workloads.values())),
@@ -183,28 +169,69 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         candidates=tuple(sorted(best, key=_rank)),
         pareto=tuple(_pareto(fitting)),
         rejected=tuple(rejected),
-        evaluated=evaluated,
-        least=least,
+        evaluated=sum(here.evaluated for here in costed),
+        least=min(leanest, key=_total, default=None),
         fitting=tuple(fitting),
     )
+
+
+@dataclass(frozen=True)
+class _Costed:
+    """What was found on one mesh.
+
+    Attributes:
+        candidates: that fit, or all where everything is fixed.
+        leanest: by ZeRO level, in the compute dtype that comes first.
+        evaluated: how many were costed.
+    """
+
+    candidates: list[Candidate]
+    leanest: dict[int, Leanest]
+    evaluated: int
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate.fits]
+
+
+def _cost(
+    executions: Iterator[Execution],
+    workloads: dict[Compute, Workload],
+    cluster: Cluster,
+    fixed: Fixed,
+) -> _Costed:
+    """Memory of every execution, and time of those that fit."""
+    limit, first = usable_bytes(cluster), next(iter(workloads))
+    candidates: list[Candidate] = []
+    leanest: dict[int, Leanest] = {}
+    evaluated = 0
+    for e in executions:
+        evaluated += 1
+        workload = workloads[e.compute]
+        memory = memory_use(workload, e)
+        lean = leanest.get(e.zero)
+        if e.compute == first and (lean is None or memory.total < lean.memory.total):
+            leanest[e.zero] = Leanest(memory, e)
+        if memory.total <= limit or fixed.everything:
+            time = step_time(workload.transformer, e, cluster)
+            candidates.append(Candidate(e, memory, time, limit))
+    return _Costed(candidates, leanest, evaluated)
 
 
 def _total(least: Leanest) -> int:
     return least.memory.total
 
 
-def _rejections(
-    mesh: MeshShape, leanest: dict[int, Leanest], limit: int, fixed: Fixed, *, fits: bool
-) -> Iterator[Rejected]:
+def _rejections(mesh: MeshShape, here: _Costed, limit: int, fixed: Fixed) -> Iterator[Rejected]:
     """A mesh on which nothing fits; of one that was asked for, and of plain data parallelism, every
     ZeRO level on which nothing does."""
-    if not leanest:
+    if not here.leanest:
         yield Rejected(mesh, f"no such micro-batch divides the rows of data={mesh.data}.")
         return
-    if not fits:
-        yield Rejected(mesh, too_large(min(leanest.values(), key=_total), limit))
+    if not here.fitting:
+        yield Rejected(mesh, too_large(min(here.leanest.values(), key=_total), limit))
     plain = mesh.model * mesh.stage == 1 and mesh.data > 1
-    for zero, each in sorted(leanest.items()):
+    for zero, each in sorted(here.leanest.items()):
         if each.memory.total > limit and (fixed.mesh is not None or (plain and zero == 0)):
             yield Rejected(mesh, level_too_large(each, limit), zero)
 
