@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import jax
@@ -15,26 +15,13 @@ from hypothesis import strategies as st
 from spmd_train.build import build_step
 from spmd_train.config import Config, load
 from spmd_train.mesh import ARRAY_AXES, MeshShape
-from spmd_train.plan.hardware import accelerator
 from spmd_train.plan.memory import MemoryUse, memory_use, predicted
 from spmd_train.plan.workload import Execution, Workload
 
-RECORDED = Path(__file__).parent / "compiled_memory.csv"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 
-
-def rows() -> list[dict[str, str]]:
-    with RECORDED.open(newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
-
-
-def settings(row: dict[str, str]) -> list[str]:
-    M, size = int(row["microbatches"]), int(row["size"])
-    return [
-        f"batch.microbatches={M}",
-        f"batch.global_size={M * size * MeshShape.parse(row['mesh']).data}",
-        f"batch.sequence_length={row['length']}",
-        *row["more"].split(),
-    ]
+from bench_plan_memory import PAGE, Case, page, recorded  # noqa: E402
 
 
 def use(config: Config, mesh: str, platform: str = "gpu") -> MemoryUse:
@@ -44,33 +31,30 @@ def use(config: Config, mesh: str, platform: str = "gpu") -> MemoryUse:
 
 
 @pytest.fixture(scope="module")
-def errors() -> list[tuple[dict[str, str], MemoryUse, float]]:
-    found = []
-    for row in rows():
-        config = load(row["config"], settings(row))
-        memory = use(config, row["mesh"], accelerator(row["target"]).kind)
-        compiled = int(row["arguments"]) + int(row["temporaries"])
-        found.append((row, memory, memory.total / compiled - 1))
-    return found
+def cases() -> list[Case]:
+    """Steps as XLA's GPU and TPU compilers gave them memory."""
+    return recorded()
 
 
-def test_the_state_is_the_compilers_to_the_byte(errors: list) -> None:
-    """Less what is the same on every mesh: step numbers, the guard's counters (a TPU pads them)."""
-    for row, memory, _ in errors:
-        assert abs(memory.states - int(row["arguments"])) < 2 * 2**20, row
+def test_the_state_is_the_compilers(cases: list[Case]) -> None:
+    """Less the step number and the guard's counters, which a TPU pads."""
+    for case in cases:
+        assert abs(case.predicted().states - case.arguments) < 2 * 2**20, case
 
 
-def test_the_whole_is_near_the_compilers(errors: list) -> None:
-    off = [error for _, _, error in errors]
-    assert len(off) >= 40
-    assert statistics.median(map(abs, off)) < 0.015
-    below = [row for row, _, error in errors if error < -0.03]
-    far = [row for row, _, error in errors if abs(error) > 0.08]
+def test_the_whole_is_near_the_compilers(cases: list[Case]) -> None:
+    errors = [case.error for case in cases]
+    assert len(errors) >= 40
+    assert statistics.median(map(abs, errors)) < 0.015
     # docs/planner-memory.md names them: ZeRO 2's updates, and steps squeezed into a small device.
-    assert len(below) <= 3
-    assert len(far) <= 8
-    unseen = [error for row, _, error in errors if row["seen"] == "no"]
+    assert sum(error < -0.03 for error in errors) <= 2
+    assert sum(abs(error) > 0.08 for error in errors) <= 8
+    unseen = [case.error for case in cases if not case.seen]
     assert statistics.median(map(abs, unseen)) < 0.03
+
+
+def test_the_page_is_of_these_figures(cases: list[Case]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(cases), "run scripts/bench_plan_memory.py"
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
