@@ -92,6 +92,7 @@ def test_every_question_is_answered(text: str) -> None:
 def test_the_decision_is_the_candidate(text: str, plan: Plan, chosen: Candidate) -> None:
     answer = section(text, 1)
     assert f"mesh `{chosen.execution.mesh}`" in answer
+    assert (chosen.memory.total <= chosen.limit) == chosen.fits
     assert ("it fits:" in answer) == chosen.fits == ("DOES NOT FIT" not in answer)
     assert f"{chosen.time.tokens_per_second:,.0f} tokens/s" in answer
     days = 1e9 / (chosen.time.tokens / chosen.time.total) / 86400
