@@ -111,12 +111,14 @@ def write(cases: list[Case]) -> None:
             writer.writerow({**fields, "seen": "yes" if case.seen else "no"})
 
 
-def compiled_again(cases: list[Case], platform: Literal["gpu", "tpu"]) -> Iterator[Case]:
+def compiled_again(
+    cases: list[Case], platform: Literal["gpu", "tpu"], only_new: bool
+) -> Iterator[Case]:
     """The cases, those of the platform compiled by what is installed here."""
     with Compiler(platform) as compiler:
         for case in cases:
             kind, shape = accelerator(case.target), MeshShape.parse(case.mesh)
-            if kind.kind != platform:
+            if kind.kind != platform or (only_new and case.jax):
                 yield case
                 continue
             found = compiler.compile(
@@ -192,11 +194,12 @@ def page(cases: list[Case]) -> str:
     return "".join(lines)
 
 
-def main(compile: Literal["gpu", "tpu"] | None = None) -> None:
-    """Write the page; with `compile`, compile that backend's cases first."""
+def main(compile: Literal["gpu", "tpu"] | None = None, only_new: bool = False) -> None:
+    """Write the page; with `compile`, compile that backend's cases first (of those, with
+    `only_new`, the ones without a figure)."""
     cases = recorded()
     if compile is not None:
-        cases = list(compiled_again(cases, compile))
+        cases = list(compiled_again(cases, compile, only_new))
         write(cases)
     PAGE.write_text(page(cases), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

@@ -198,67 +198,9 @@ def _train_on(
 
 def plan(request: Plan) -> None:
     """Rank every legal mesh; nothing that fits is a failure."""
-    from rich.console import Console
+    from spmd_train.plan.command import plan as planned
 
-    from spmd_train.plan import present
-    from spmd_train.plan.both import for_all, nothing_fits
-    from spmd_train.plan.cluster import load_cluster
-    from spmd_train.plan.search import search
-
-    config, fixed = _planned(request)
-    clusters = [load_cluster(path) for path in request.cluster]
-    name = request.config or "tiny"
-    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False)
-    plans = [search(config, cluster, fixed) for cluster in clusters]
-    if len(clusters) > 1:
-        shared = for_all(plans)
-        if request.json:
-            print(json.dumps(present.shared_as_json(shared, plans, request.top), indent=2))
-        else:
-            present.show_shared(shared, plans, request.top, console)
-        return
-    (found,) = plans
-    if not request.json:
-        present.show(found, request.top, name, request.set, console)
-    compiled = []
-    if request.verify:
-        from spmd_train.plan.verify import verified
-
-        for candidate, result in verified(found, request.verify):
-            compiled.append(result)
-            if not request.json:
-                present.show_verified(candidate, result, console)
-    if request.json:
-        document = present.as_json(found, compiled, request.top, name, request.set)
-        print(json.dumps(document, indent=2))
-    if not found.candidates:
-        raise RunError(nothing_fits(found, fixed))
-
-
-def _planned(request: Plan) -> tuple[Any, Any]:
-    """The configuration to plan for, and what of the search is fixed."""
-    from spmd_train.config import load
-    from spmd_train.mesh import MeshShape
-    from spmd_train.plan.search import Fixed
-
-    sets = list(request.set)
-    for flag, value in (("top", request.top), ("microbatch-size", request.microbatch_size)):
-        if value is not None and value < 1:
-            raise RequestError(f"--{flag} is {value}; it must be at least 1.")
-    if not request.cluster:
-        raise RequestError("plan needs --cluster: a cluster file, or the name of a bundled one.")
-    if request.global_batch is not None:
-        # A batch that is cut into the configuration's micro-batches is not asked for.
-        sets += [f"batch.global_size={request.global_batch}"]
-    fixed = Fixed(
-        mesh=MeshShape.parse(request.mesh) if request.mesh else None,
-        zero=request.zero,
-        microbatch_size=request.microbatch_size,
-        schedule=request.schedule,
-        remat=request.remat,
-        compute=request.compute,
-    )
-    return load(request.config, sets), fixed
+    planned(request)
 
 
 def evaluate(request: Eval) -> None:

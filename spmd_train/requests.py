@@ -79,6 +79,15 @@ class Plan:
     verify: int = 0
     """Compile the first so many with the real compiler (spmd-train[compile-gpu] or [compile-tpu])
     and show its memory beside the predicted."""
+    memo: str | None = None
+    """Write a decision memo on the first candidate here (Markdown)."""
+    html: str | None = None
+    """Write the plan as one self-contained page here."""
+    pictures: bool = False
+    """Draw memory, schedule, and memory against time in the terminal too."""
+    calibrate: bool = False
+    """First measure the devices here for about two minutes and write what they do into the cluster
+    file, from then on used instead of the tables."""
     json: bool = False
     """Print one JSON document."""
 

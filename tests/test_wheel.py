@@ -9,12 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 CHECK = """
+import importlib.resources
 import sys
 import spmd_train
 from spmd_train.config import bundled_configs, load
 from spmd_train.data.source import open_source
 assert spmd_train.__file__.startswith(sys.argv[1]), spmd_train.__file__
 assert {"tiny", "small", "llama-1b", "llama-7b", "llama-30b", "llama-70b"} <= set(bundled_configs())
+assert importlib.resources.files("spmd_train.plan").joinpath("page.html.j2").is_file()
 assert load().data.source is None
 print(open_source(None, None, "data.source").tokens.size)
 """

@@ -65,6 +65,16 @@ class Accelerator(Section):
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
+    def is_called(self, device_kind: str) -> bool:
+        """Whether JAX's `device_kind` names this accelerator.
+
+        A kind that names a relative of other speed ("H100 PCIe", "RTX 4090 D") does not.
+        """
+        return any(
+            re.search(rf"\b{re.escape(part)}\b(?! ?(?:lite|PCIe|NVL|D|Laptop)\b)", device_kind)
+            for part in self.device_kind.split("|")
+        )
+
 
 @cache
 def accelerators() -> dict[str, Accelerator]:
@@ -92,17 +102,9 @@ def accelerator(name: str, more: dict[str, Accelerator] | None = None) -> Accele
 
 
 def of_device(device_kind: str) -> tuple[str, Accelerator] | None:
-    """The accelerator that JAX calls so; None where it is none of ours (CPUs among them).
-
-    A kind that names a relative of other speed ("H100 PCIe", "RTX 4090 D") matches nothing.
-    """
-    for name, each in accelerators().items():
-        for pattern in each.device_kind.split("|"):
-            if re.search(
-                rf"\b{re.escape(pattern)}\b(?! ?(?:lite|PCIe|NVL|D|Laptop)\b)", device_kind
-            ):
-                return name, each
-    return None
+    """The accelerator that JAX calls so; None where it is none of ours (CPUs among them)."""
+    named = ((n, each) for n, each in accelerators().items() if each.is_called(device_kind))
+    return next(named, None)
 
 
 def explained(error: ValidationError, source: str) -> RequestError:

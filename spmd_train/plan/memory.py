@@ -4,7 +4,7 @@
 
 State, sums and activations in flight are counted from the rules table, the policy and the
 schedule's table: nothing there is estimated. The workspace is what XLA holds besides at the worst
-moment, which is in one of three phases; its coefficients (`_GPU`, `_TPU`) were read from the buffer
+moment, which is in one of three phases; its coefficients (`_COMPILERS`) were read from the buffer
 assignments of compiled steps, and `scripts/bench_plan_memory.py` compares the whole with the
 compiler (docs/planner-memory.md).
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from spmd_train.pipeline.schedule import Schedule, make_schedule
 from spmd_train.pipeline.vocabulary import LOGITS_BYTES
 from spmd_train.plan.placed import Placed, placed
-from spmd_train.plan.workload import Execution, Workload
+from spmd_train.plan.workload import Execution, Workload, unmodelled
 
 if TYPE_CHECKING:
     from spmd_train.config import Config
@@ -77,15 +77,9 @@ class MemoryUse:
 
 
 def predicted(config: Config, mesh: MeshShape, platform: str) -> int | None:
-    """Bytes per device that a run takes; None where there is no model of it (a CPU's compiler, a
-    block of one's own, reproducible sums, masked idle ticks)."""
-    modelled = (
-        platform in _COMPILERS
-        and config.model.block == "decoder"
-        and not config.precision.reproducible
-        and config.pipeline.idle == "skip"
-    )
-    if not modelled:
+    """Bytes per device that a run takes; None where there is no model of it: on a CPU, whose
+    compiler was not looked at, or of what is `unmodelled`."""
+    if platform not in _COMPILERS or unmodelled(config) is not None:
         return None
     workload = Workload.of(config, platform)
     return memory_use(workload, Execution.of(config, mesh, workload.policy)).total
@@ -121,7 +115,11 @@ def memory_use(workload: Workload, execution: Execution) -> MemoryUse:
         params=params * compute,
         master=optimizer * master if policy.has_master else 0,
         moments=first * _bytes(policy.moments) + second * max(master, 4),
-        batch=2 * 4 * e.microbatches * e.microbatch_size * e.sequence_length,
+        batch=(3 if workload.packed else 2)
+        * 4
+        * e.microbatches
+        * e.microbatch_size
+        * e.sequence_length,
         grads=grads,
         activations=kept,
         logits=workspace if phase == "head" else 0,
@@ -235,7 +233,7 @@ class _Compiler:
 
 _COMPILERS = {
     "gpu": _Compiler(2.0, 2.0, 0.8, 1, 1, 1.0, 1.75, False),
-    "tpu": _Compiler(2.8, 3.9, 5.0, 2, 6, 0.5, 1.25, True),
+    "tpu": _Compiler(2.8, 4.4, 5.0, 2, 6, 0.5, 1.25, True),
 }
 
 
@@ -245,11 +243,13 @@ def _turned(s: _Sizes, e: Execution, schedule: Schedule, compiler: _Compiler) ->
         return 0
     slots = schedule.num_slots * s.layers
     if e.remat == "dots":
-        return 3 * slots * s.query
+        return slots * (s.query + 2 * s.key)
     if e.remat == "none":
-        return slots * s.query
+        return slots * (2 * (s.query + s.key) if e.microbatch_size > 1 else s.query)
     unlike = e.microbatch_size > 1 or s.residual == s.whole
-    return slots * s.residual if e.remat == "full" and unlike else 0
+    if not unlike:
+        return 0
+    return (slots if e.remat == "full" else s.layers) * s.residual
 
 
 def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
@@ -260,7 +260,7 @@ def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> t
     table32, tied = 4 * s.table // s.compute, workload.model.tied
     work = compiler.tables * table32 + compiler.chunks * chunk
     if e.zero >= 2 and e.mesh.data > 1:
-        gathered = s.table if e.zero == 3 and not tied else 0
+        gathered = s.table if e.zero == 3 and (compiler.keeps_order or not tied) else 0
         return work, table32 + table32 // e.mesh.data + gathered
     return work + (s.table if tied else 0), 0
 
@@ -269,7 +269,7 @@ def _layer(s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
     """(workspace, communication) of one block's backward pass: weights, their gradients, and what
     is computed again."""
     weights = compiler.weights if s.model == 1 else compiler.weights_sharded
-    work = int(weights * s.layer) + 3 * s.hidden + 4 * s.whole + 3 * s.query
+    work = int(weights * s.layer) + 4 * s.hidden + 4 * s.whole + 3 * s.query
     if e.remat == "stage" and e.mesh.stage > 1:
         work += s.layers * s.residual
     gathers = e.zero >= 2 and e.mesh.data > 1

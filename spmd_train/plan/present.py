@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spmd_train.config_yaml import write_yaml
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.both import Shared
 from spmd_train.plan.cluster import Cluster
@@ -163,3 +164,13 @@ def show_shared(
                 f"      {plan.cluster.name}: --mesh {c.execution.mesh}, {c.seconds:.3g} s a step, "
                 f"{spell(c.memory.total)} of {spell(c.limit)}"
             )
+    console.print("the configuration of the first, for all of them:", _nested(shared[0]), sep="\n")
+
+
+def _nested(shared: Shared) -> str:
+    """The settings as they stand in a configuration file."""
+    groups: dict[str, dict[str, object]] = {}
+    for key, value in shared.settings.items():
+        group, name = key.split(".")
+        groups.setdefault(group, {})[name] = value
+    return write_yaml(groups).rstrip()

@@ -18,7 +18,7 @@ from spmd_train.mesh import MeshShape, fitting_shapes
 from spmd_train.plan.cluster import Cluster
 from spmd_train.plan.memory import MemoryUse, memory_use
 from spmd_train.plan.timing import StepTime, step_time
-from spmd_train.plan.workload import Compute, Execution, Remat, ScheduleName, Workload
+from spmd_train.plan.workload import Compute, Execution, Remat, ScheduleName, Workload, unmodelled
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 
 USABLE = {"gpu": 0.94, "tpu": 1.0}
@@ -140,7 +140,9 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         RequestError: the planner has no model of what the configuration asks for, or a fixed choice
             is impossible.
     """
-    _check_modelled(config)
+    reason = unmodelled(config)
+    if reason is not None:
+        raise RequestError(reason)
     computes = _computes(config, cluster, fixed)
     workloads = {compute: workload_for(config, cluster, compute) for compute in computes}
     limit = usable_bytes(cluster)
@@ -218,21 +220,6 @@ def _pareto(candidates: list[Candidate]) -> Iterator[Candidate]:
         if candidate.memory.total < least:
             least = candidate.memory.total
             yield candidate
-
-
-def _check_modelled(config: Config) -> None:
-    """Refuse what memory and time have no model of."""
-    for key, value, known in (
-        ("model.block", config.model.block, "decoder"),
-        ("precision.reproducible", config.precision.reproducible, False),
-        ("pipeline.idle", config.pipeline.idle, "skip"),
-    ):
-        if value != known:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise RequestError(
-                f"{key}={shown} is not modelled by the planner, whose figures are for "
-                f"{key}={str(known).lower()}; `compile --target` measures it without a model."
-            )
 
 
 def _computes(config: Config, cluster: Cluster, fixed: Fixed) -> tuple[Compute, ...]:

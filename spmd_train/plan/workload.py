@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
+from spmd_train.errors import listed
 from spmd_train.mesh import MeshShape
 from spmd_train.optim import first_moment_decay
 from spmd_train.precision import Policy, resolve_policy
@@ -86,6 +87,23 @@ class Transformer:
         return self.layers * self.layer_parameters + tables + final + self.positions * self.width
 
 
+def unmodelled(config: Config) -> str | None:
+    """What of a configuration memory and time have no model of, in a sentence; None if all has."""
+    for key, value, known in (
+        ("model.block", config.model.block, ("decoder",)),
+        ("precision.reproducible", config.precision.reproducible, (False,)),
+        ("pipeline.idle", config.pipeline.idle, ("skip",)),
+        ("optim.name", config.optim.name, ("adamw", "lion", "adafactor")),
+    ):
+        if value not in known:
+            shown, others = (str(v).lower() for v in (value, listed(known)))
+            return (
+                f"{key}={shown} is not modelled by the planner, whose figures are for "
+                f"{key}={others}; `compile --target` needs no model."
+            )
+    return None
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a configuration asks for, whatever the mesh.
@@ -94,6 +112,7 @@ class Workload:
         model: of the trainer. policy: number formats. optimizer: `optim.name`.
         sequence_length, global_size: tokens of a sequence, sequences of a step.
         platform: "gpu" or "tpu", what it is planned for.
+        packed: whether a row holds several documents, whose numbers are part of the batch.
     """
 
     model: ModelConfig
@@ -102,6 +121,7 @@ class Workload:
     sequence_length: int
     global_size: int
     platform: str
+    packed: bool = False
 
     @classmethod
     def of(cls, config: Config, platform: str) -> Workload:
@@ -109,7 +129,7 @@ class Workload:
         batch = config.batch
         return cls(
             config.model, policy, config.optim.name, batch.sequence_length, batch.global_size,
-            platform,
+            platform, config.data.packed,
         )  # fmt: skip
 
     @cached_property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from commands import run
 
-from spmd_train.config import load
+from spmd_train.config import load, parse
 from spmd_train.errors import RequestError
 from spmd_train.mesh import MeshShape
 from spmd_train.plan.auto import mesh_for, present
@@ -74,7 +75,10 @@ def test_two_clusters(capsys: pytest.CaptureFixture[str]) -> None:
     (best,) = found["configurations"]
     assert [c["fits"] for c in best["on"]] == [True, True]
     assert run("plan", *both, "--top", 1) == 0
-    assert "cluster-b: --mesh" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cluster-b: --mesh" in printed
+    config = parse(printed.partition("for all of them:\n")[2])
+    assert config.batch.microbatches == best["set"]["batch.microbatches"]
 
 
 def test_nothing_fits_is_a_failure_that_says_what_would(
@@ -92,6 +96,8 @@ def test_nothing_fits_is_a_failure_that_says_what_would(
         ((*SMALL, "--mesh", "2x2x1"), "is for 4 devices, but 8x80gb has 8"),
         ((*SMALL, "--top", 0), "--top is 0; it must be at least 1"),
         ((*SMALL, "--set", "model.blok=x"), "model.blok"),
+        ((*SMALL, "--verify", -1), "--verify is -1; it must be at least 0"),
+        ((*SMALL, "--cluster", "8x40gb", "--memo", "x"), "--memo: for one cluster, and 2 are"),
         ((*SMALL, "--compute", "float8"), "does not compute in float8"),
     ],
 )
@@ -122,3 +128,26 @@ class TestAuto:
     def test_on_a_cpu_the_mesh_must_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("--mesh", "auto") == 2
         assert "has no numbers for 'cpu' devices" in capsys.readouterr().err
+
+
+def test_the_page_and_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, memo = tmp_path / "plan.html", tmp_path / "memo.md"
+    written = ("--html", page, "--memo", memo)
+    assert run("plan", *SMALL, "--top", 2, *written, "--pictures") == 0
+    assert "## 6. What will prevent perfect scaling" in memo.read_text()
+    assert "Memory of a device" in capsys.readouterr().out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert run("plan", *SMALL, "--html", tmp_path / "no" / "plan.html") == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_calibration_is_refused_on_other_devices_than_the_clusters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "--cluster", "8x80gb", "--calibrate") == 2
+    assert "copy" in capsys.readouterr().err, "a bundled file is not written to"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("accelerator: h100-80gb\nnodes: 1\nper_node: 8\n")
+    assert run("plan", "--cluster", mine, "--calibrate") == 2
+    assert "cpu" in capsys.readouterr().err
+    assert "measured" not in mine.read_text()
