@@ -258,3 +258,7 @@ def test_the_error_it_admits_is_that_of_the_page() -> None:
     errors = [float(row.split("|")[3].strip(" %")) for row in means.splitlines() if " % |" in row]
     assert len(errors) > 5
     assert (min(errors), max(errors)) == memo_module.TIME_ERROR_PERCENT
+
+
+def test_the_docstring_shows_what_is_drawn() -> None:
+    assert memo_timeline.draw(make_schedule("1f1b", 2, 3)) in (memo_timeline.__doc__ or "")
