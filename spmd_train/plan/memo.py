@@ -89,6 +89,7 @@ def memo(plan: Plan, candidate: Candidate, train: str | None = None) -> str:
         mitigations=shown,
         first=first,
         besides=besides,
+        small=memo_growth.SMALL,
         time_error=TIME_ERROR_PERCENT,
     )
 

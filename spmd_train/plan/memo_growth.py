@@ -14,7 +14,7 @@ from spmd_train.plan.timing import StepTime, step_time
 from spmd_train.plan.workload import Execution, Workload
 from spmd_train.shape_rules import sequence_parallel_on, validate_shape
 
-SMALL = 0.02  # a gain, or a relief, that is not worth a change of configuration
+SMALL = 0.005  # a gain, or a relief, that is not worth a change of configuration
 
 PARTS = {
     "bubble": "stages that wait for one another",

@@ -108,5 +108,5 @@ def _described(e: Execution) -> str:
 
 def counted(n: int, noun: str) -> str:
     """`1 row`, `2 rows`, `2 micro-batches`."""
-    ending = "" if n == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if n == 1 else "es" if noun.endswith(("ch", "sh")) else "s"
     return f"{n:,} {noun}{ending}"

@@ -1,11 +1,13 @@
 """A schedule drawn to scale: what each stage does, and when it waits.
 
 One column is the time of a forward of one micro-batch; a backward takes two. A digit is a forward,
-a letter the backward of the micro-batch of the same place (a is 0), a dot is waiting. 1f1b with 2
-stages and 3 micro-batches:
+a letter the backward of the micro-batch of the same place (a is 0), a dot is waiting. A tick in
+which no stage has a forward, or a backward, has no columns for it. 1f1b with 2 stages and 3
+micro-batches:
 
 ```
-stage 0  012aa.bbcc      (tick by tick: where no stage has a forward, none is drawn)
+stage 0   01..2aa.bbcc
+stage 1   .0aa1bb2cc..
 ```
 """
 

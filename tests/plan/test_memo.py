@@ -92,6 +92,7 @@ def test_every_question_is_answered(text: str) -> None:
 def test_the_decision_is_the_candidate(text: str, plan: Plan, chosen: Candidate) -> None:
     answer = section(text, 1)
     assert f"mesh `{chosen.execution.mesh}`" in answer
+    assert (chosen.memory.total <= chosen.limit) == chosen.fits
     assert ("it fits:" in answer) == chosen.fits == ("DOES NOT FIT" not in answer)
     assert f"{chosen.time.tokens_per_second:,.0f} tokens/s" in answer
     days = 1e9 / (chosen.time.tokens / chosen.time.total) / 86400
@@ -257,3 +258,7 @@ def test_the_error_it_admits_is_that_of_the_page() -> None:
     errors = [float(row.split("|")[3].strip(" %")) for row in means.splitlines() if " % |" in row]
     assert len(errors) > 5
     assert (min(errors), max(errors)) == memo_module.TIME_ERROR_PERCENT
+
+
+def test_the_docstring_shows_what_is_drawn() -> None:
+    assert memo_timeline.draw(make_schedule("1f1b", 2, 3)) in (memo_timeline.__doc__ or "")
