@@ -18,6 +18,7 @@ from spmd_train.plan.cluster import load_cluster
 from spmd_train.plan.draw import pictures
 from spmd_train.plan.memo import memo
 from spmd_train.plan.page import page
+from spmd_train.plan.reasons import command
 from spmd_train.plan.search import Fixed, search
 from spmd_train.plan.search import Plan as Found
 from spmd_train.plan.verify import verified
@@ -74,7 +75,9 @@ def _write_files(request: Plan, found: Found) -> None:
     if request.html:
         texts[request.html] = page(found, request.top)
     if request.memo and found.candidates:
-        texts[request.memo] = memo(found, found.candidates[0])
+        first = found.candidates[0]
+        train = command(found, first, request.config or "tiny", request.set)
+        texts[request.memo] = memo(found, first, train)
     for path, text in texts.items():
         try:
             write_whole(Path(path), text.encode())

@@ -232,24 +232,26 @@ class _Compiler:
 
 
 _COMPILERS = {
-    "gpu": _Compiler(2.0, 2.0, 0.8, 1, 1, 1.0, 1.75, False),
+    "gpu": _Compiler(2.0, 2.0, 0.7, 1, 1, 1.0, 1.75, False),
     "tpu": _Compiler(2.8, 4.4, 5.0, 2, 6, 0.5, 1.25, True),
 }
 
 
 def _turned(s: _Sizes, e: Execution, schedule: Schedule, compiler: _Compiler) -> int:
-    """Rings that XLA turns around as a whole, once a tick (layers.py, `ring_in_order`)."""
+    """Rings that XLA turns around as a whole, once a tick (layers.py, `ring_in_order`); about half
+    of that was seen where there is one micro-batch, and so no loop over ticks."""
     if compiler.keeps_order or s.model == 1:
         return 0
-    slots = schedule.num_slots * s.layers
-    if e.remat == "dots":
-        return slots * (s.query + 2 * s.key)
-    if e.remat == "none":
-        return slots * (2 * (s.query + s.key) if e.microbatch_size > 1 else s.query)
-    unlike = e.microbatch_size > 1 or s.residual == s.whole
-    if not unlike:
-        return 0
-    return (slots if e.remat == "full" else s.layers) * s.residual
+    several_rows = e.microbatch_size > 1
+    a_layer = {
+        "dots": s.query + 2 * s.key,
+        "none": 2 * (s.query + s.key) if several_rows else s.query,
+        "full": s.residual if several_rows or s.residual == s.whole else 0,
+    }
+    if e.remat == "stage":  # the ring of one micro-batch, filled just before its backward
+        return s.layers * a_layer["full"]
+    whole = schedule.num_slots * s.layers * a_layer[e.remat]
+    return whole // 2 if e.microbatches == 1 else whole
 
 
 def _head(workload: Workload, s: _Sizes, e: Execution, compiler: _Compiler) -> tuple[int, int]:
@@ -289,8 +291,8 @@ def _update(
         extra = compiler.turned * 4 * held.largest
     elif e.zero == 1:  # leaves are scattered one by one, and freed
         extra = 4 * (held.large + compiler.turned * held.largest + held.rest_split) - grads
-    elif e.zero == 2:
-        extra = compiler.second_sums * grads
+    elif e.zero == 2:  # no more than the weights that come back, and a little
+        extra = min(compiler.second_sums, 0.3 + e.mesh.data / 2) * grads
     else:
         extra = 2 * 4 * held.largest / e.mesh.data
     return max(0, int(extra) - free), 0

@@ -155,7 +155,7 @@ def search(config: Config, cluster: Cluster, fixed: Fixed = Fixed()) -> Plan:
         if reason is not None:
             rejected.append(Rejected(mesh, reason))
             continue
-        here = _cost(_executions(config, mesh, fixed, computes), workloads, cluster, fixed)
+        here = _cost(_executions(config, mesh, fixed, workloads), workloads, cluster, fixed)
         costed.append(here)
         if here.candidates:
             best.append(min(here.fitting or here.candidates, key=_rank))
@@ -305,7 +305,7 @@ def _misplaced(cluster: Cluster, mesh: MeshShape, fixed: Fixed) -> str | None:
 
 
 def _executions(
-    config: Config, mesh: MeshShape, fixed: Fixed, computes: tuple[Compute, ...]
+    config: Config, mesh: MeshShape, fixed: Fixed, workloads: dict[Compute, Workload]
 ) -> Iterator[Execution]:
     rows = config.batch.global_size // mesh.data
     zeros = (0, 1, 2, 3) if mesh.data > 1 else (1,)
@@ -321,7 +321,7 @@ def _executions(
         sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     sequence_parallel = sequence_parallel_on(config, mesh)
     for compute, zero, schedule, remat, size in itertools.product(
-        computes,
+        workloads,
         zeros if fixed.zero is None else (fixed.zero,),
         schedules if fixed.schedule is None else (fixed.schedule,),
         remats if fixed.remat is None else (fixed.remat,),
@@ -329,7 +329,7 @@ def _executions(
     ):
         yield Execution(
             mesh, rows // size, size, config.batch.sequence_length, zero, schedule, 1, remat,
-            compute, sequence_parallel,
+            compute, sequence_parallel, reduce_bytes=workloads[compute].reduce_bytes,
         )  # fmt: skip
 
 

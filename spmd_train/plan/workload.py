@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
+import jax.numpy as jnp
+
 from spmd_train.errors import listed
 from spmd_train.mesh import MeshShape
 from spmd_train.optim import first_moment_decay
@@ -133,6 +135,11 @@ class Workload:
         )  # fmt: skip
 
     @cached_property
+    def reduce_bytes(self) -> int:
+        """Of a gradient element between data shards."""
+        return int(jnp.dtype(self.policy.reduce).itemsize)
+
+    @cached_property
     def transformer(self) -> Transformer:
         """Its sizes alone."""
         m = self.model
@@ -203,6 +210,7 @@ class Execution:
             remat=cast(Remat, remat),
             compute="float8" if policy.fp8 else policy.described()["compute"],
             sequence_parallel=sequence_parallel_on(config, mesh),
+            reduce_bytes=int(jnp.dtype(policy.reduce).itemsize),
         )
 
     @property
